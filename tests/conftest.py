@@ -30,11 +30,16 @@ GROUPS = {"server": "ranks", "warm_children": "children"}
 """Fixtures that start a server of processes, which takes seconds: all tests with one run in one worker."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let each server start in one worker only."""
+    """Let each server start, and each import for fake tensors happen, in one worker only."""
     for item in items:
-        for fixture in GROUPS.keys() & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(GROUPS[fixture]))
+        fixtures = getattr(item, "fixturenames", ())
+        groups = [GROUPS[name] for name in GROUPS if name in fixtures]
+        if item.path.parent.name == "estimates":
+            groups.append("fakes")
+        if groups and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(groups[0]))
 
 
 @pytest.fixture(scope="session", autouse=True)
