@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, Subset
 
 import autobatch
 from autobatch.cli.output import describe_failure
@@ -37,19 +36,14 @@ class FetchingMany(Samples):
         return [sample(index) for index in ids]
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return map(sample, range(32))
-
-
 @pytest.mark.parametrize(
     ("data", "options", "place"),
     [
         (Samples(), {"workers": 2}, "train_data[23]"),
         (FetchingMany(), {}, "train_data[23]"),
         (Subset(Samples(), range(31, -1, -1)), {}, "train_data[8]"),
-        (Stream(), {"scan": 16}, "train_data at position 23"),
-        (Stream(), {}, "train_data at position 23"),
+        (lambda: map(sample, range(32)), {"scan": 16}, "train_data at position 23"),
+        (lambda: map(sample, range(32)), {}, "train_data at position 23"),
     ],
     ids=["workers", "many at once", "subset", "stream in training", "stream in the scan"],
 )

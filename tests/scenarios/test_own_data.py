@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,16 +159,12 @@ def test_the_averaged_weights_of_a_schedule_free_optimizer_are_validated_and_exp
 # Streams.
 
 
-class Stream(IterableDataset[Any]):
-    """Points, each with its label."""
+def stream() -> Iterator[tuple[Tensor, ...]]:
+    return (POINTS[index] for index in range(SAMPLES))
 
-    def __init__(self, *, endless: bool = False) -> None:
-        self.endless = endless
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        yield from (POINTS[index] for index in range(SAMPLES))
-        while self.endless:
-            yield from (POINTS[index] for index in range(SAMPLES))
+def endless() -> Iterator[tuple[Tensor, ...]]:
+    return (POINTS[index % SAMPLES] for index in count())
 
 
 class Stateful(IterableDataset[Any]):
@@ -196,7 +193,7 @@ def scan(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def test_steps_need_no_end_of_the_stream(tmp_path: Path, scan: Any) -> None:
     scan(8)
-    result = fit(make_workload(train_data=Stream(endless=True)), tmp_path / "run", steps=5)
+    result = fit(make_workload(train_data=endless), tmp_path / "run", steps=5)
     assert (result.training.optimizer_steps, result.training.samples) == (5, 30)
     assert_trained(result, by_hand(in_order(5)))
 
@@ -206,7 +203,7 @@ def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
 ) -> None:
     scan(8)
     with caplog.at_level(logging.INFO, logger="autobatch"):
-        result = fit(make_workload(train_data=Stream()), tmp_path / "run", epochs=2)
+        result = fit(make_workload(train_data=stream), tmp_path / "run", epochs=2)
     assert "so the stream is read once to its end" in caplog.text
     assert "this is planned from its first 8 samples" in caplog.text
     batches = torch.arange(2 * SAMPLES).split(6)
@@ -216,7 +213,7 @@ def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
 
 def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empty_one_is_refused() -> None:
     options = {"target_batch": 6, "device": "cpu", "max_micro_batch": 4}
-    found = autobatch.plan(make_workload(train_data=Stream()), **options)
+    found = autobatch.plan(make_workload(train_data=stream), **options)
     assert not [note for note in found.notes if "planned from" in note]
     with pytest.raises(InputError, match="has 0 samples: at least 1 is needed"):
         autobatch.plan(make_workload(train_data=lambda: iter([])), **options)
@@ -225,7 +222,7 @@ def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empt
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Stream, "so its first 4 samples were read again and skipped"),
+        (lambda: stream, "so its first 4 samples were read again and skipped"),
         (Stateful, "the stream continues from its own state"),
     ],
 )

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import WeightedRandomSampler
 
 import autobatch
@@ -26,6 +25,7 @@ from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
 from tests.support.runs import keep_only, rows
 from tests.support.sharded_loops import Blocks
+from tests.support.steps import Towers, clip, two_towers
 from tests.support.training import apart, fingerprint, make_workload, mean_loss, points, weights
 
 pytestmark = pytest.mark.distributed
@@ -35,40 +35,22 @@ SAVED = {"max_micro_batch": 2, "checkpoint_every": 2, "keep_last": 9}
 SHARD, REPLICATE = {"parallel": "shard"}, {"parallel": "replicate"}
 
 
-class Towers(nn.Module):
-    """Two views of a sample, and a temperature that only the loss uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(5, 4), nn.Linear(5, 4)
-        self.temperature = nn.Parameter(torch.tensor(1.5))
-
-
-def represent(model: Towers, batch: Any) -> tuple[Tensor, Tensor]:
-    return normalize(model.one(batch[0]), dim=1), normalize(model.other(batch[0]), dim=1)
-
-
-def contrast(model: Towers, views: tuple[Tensor, Tensor]) -> Tensor:
-    scores = views[0] @ views[1].T * model.temperature.exp()
-    return cross_entropy(scores, torch.arange(len(scores)))
-
-
 def towers(fails_at: int = 0) -> autobatch.Workload:
     """Return a workload; memory runs out on rank 1 in that of its passes over two samples in training."""
     passes, validated = list[int](), list[int]()
 
-    def failing(model: Towers, batch: Any) -> tuple[Tensor, Tensor]:
+    def failing(model: Towers, batch: Any) -> Any:
         if not torch.is_grad_enabled():
             validated.append(1)  # before the training, and not in a probe
         elif validated and os.environ.get("RANK") == "1" and len(batch[0]) == 2:
             passes.append(1)
             if fails_at == len(passes):
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-        return represent(model, batch)
+        return two_towers(model, batch)
 
     return make_workload(
         model=lambda: Towers().double(),
-        loss=WholeBatchLoss(represent=failing, loss=contrast),  # type: ignore[arg-type]
+        loss=WholeBatchLoss(represent=failing, loss=clip),  # type: ignore[arg-type]
         validation_data=points(17, seed=5),
     )
 
@@ -90,13 +72,13 @@ def part_of(params: Any, rate: float) -> torch.optim.Optimizer:
 
 
 @torch.no_grad()
-def clip(model: nn.Module) -> None:
+def clamp(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.clamp_(-0.3, 0.3)
 
 
 MEASURED: dict[str, Any] = {
-    "after_step": clip,
+    "after_step": clamp,
     "sampler": WeightedRandomSampler([1.0, 3.0] * 12, 18),
     "validation_data": points(11, seed=5),
     "metrics": accuracy,

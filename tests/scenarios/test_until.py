@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 import autobatch
 from autobatch import InputError, Interrupted, Progress, StepRecord
@@ -115,13 +114,6 @@ def test_a_signal_drops_the_open_step_which_a_resume_draws_again(at: int, step: 
     ]
 
 
-class Stream(IterableDataset[Any]):
-    """Stream of points, which cannot be read again from within a batch."""
-
-    def __iter__(self) -> Any:
-        return iter([points()[index] for index in range(24)])
-
-
 class Arming(Progress):
     """Listener after whose second step the next pass gets a signal."""
 
@@ -132,6 +124,7 @@ class Arming(Progress):
 
 
 def test_a_stream_ends_its_open_step_because_it_cannot_go_back(tmp_path: Path) -> None:
+    """It cannot be read again from within a batch."""
     listener = Arming()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -140,7 +133,7 @@ def test_a_stream_ends_its_open_step_because_it_cannot_go_back(tmp_path: Path) -
             os.kill(os.getpid(), signal.SIGTERM)
         return mean_loss(model, batch)
 
-    workload = make_workload(train_data=Stream(), loss=loss)
+    workload = make_workload(train_data=lambda: iter(list(points())), loss=loss)
     options = {**OPTIONS, "device": "cpu", "trials": 0, "progress": listener, "out": tmp_path}
     with pytest.raises(Interrupted, match="after step 3 of 9"):
         autobatch.fit(workload, **options)

@@ -41,8 +41,6 @@ class Ended(NamedTuple):
     """What the function returned; None if it did not."""
     error: str
     """Traceback, or nothing."""
-    ended_s: float
-    """Seconds from the start of the case to the end of the rank."""
 
 
 class RankServer:
@@ -176,7 +174,6 @@ def _run_case(
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        start = time.monotonic()
         readable, writable = os.pipe()
         pids = {}
         for rank in range(world):
@@ -187,13 +184,13 @@ def _run_case(
         os.write(writable, f"{store.port:8}".encode() * world)
         os.close(readable)
         os.close(writable)
-        codes = _wait(pids, start, seconds)
+        codes = _wait(pids, seconds)
         found = []
         for rank in range(world):
             value, error = None, ""
             with contextlib.suppress(OSError, EOFError):
                 value, error = pickle.loads((folder / str(rank)).read_bytes())
-            found.append((codes[rank][0], value, error, codes[rank][1]))
+            found.append((codes[rank], value, error))
     return found
 
 
@@ -226,16 +223,16 @@ def _fork(
         os._exit(code)
 
 
-def _wait(pids: dict[int, int], start: float, seconds: float) -> dict[int, tuple[int, float]]:
-    found: dict[int, tuple[int, float]] = {}
-    left = dict(pids)
+def _wait(pids: dict[int, int], seconds: float) -> dict[int, int]:
+    """Return the exit code of each rank; all that are left after so many seconds are killed."""
+    codes, left, end = dict[int, int](), dict(pids), time.monotonic() + seconds
     while left:
         for pid in list(left):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                found[left.pop(pid)] = (os.waitstatus_to_exitcode(status), time.monotonic() - start)
-        if left and time.monotonic() - start > seconds:
+                codes[left.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
-    return found
+    return codes
