@@ -56,19 +56,14 @@ def open_workload(run: Run) -> None:
     run.may_share = asked == "auto" and run.ranks.world > 1
     run.shards = run.ranks.world if asked == "shard" else None
     run.layout_reason = "a whole model fits on each rank, so each has its own" if run.may_share else None
-    if_it_fits(run, lambda: opened(run))
+    opened(run)
 
 
 def opened(run: Run) -> SetupProcess:
     """Return the process that holds the setup, which is opened if it is not yet."""
     if run.process is None:
         run.progress.doing(OPENING)
-        role = Role(
-            world=run.ranks.world,
-            shards=run.shards,
-            holds_model=run.ranks.rank == 0,
-            may_share=run.may_share,
-        )
+        role = Role(world=run.ranks.world, shards=run.shards, holds_model=run.ranks.rank == 0)
         run.process = run.trying.enter_context(
             open_process(run.workload, run.options, role, isolated=run.isolated, child=run.child)
         )

@@ -71,7 +71,8 @@ def suggest(setup: Setup) -> list[Remedy]:
     )
 
     def allocator(limit: int | None, is_expandable: bool) -> Allocator:
-        return new_allocator(info, capped=limit is not None, expandable=is_expandable or None)
+        changes = {"expandable_segments": True} if is_expandable else {}
+        return new_allocator(info, capped=limit is not None, **changes)
 
     can_expand = info.allocator is not None and not info.allocator.expandable_segments
     spending = Spending(info.device.budget_bytes, allocator, info.samples, can_expand)

@@ -24,9 +24,9 @@ from autobatch.estimates.attention import GENERATIONS, Capability
 from autobatch.estimates.footprints import Footprint, footprint
 from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.traced_step import TracedStep
-from autobatch.rehearsal.setup import build_model, check_loss_of_ranks, whole_batch_notes, whole_batch_of
+from autobatch.rehearsal.setup import build_model, check_loss_of_ranks, whole_batch_notes
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
-from autobatch.workload.contract import Workload
+from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
 
 if TYPE_CHECKING:  # importing FSDP takes a second
@@ -68,7 +68,8 @@ class Traces:
     def __init__(self, workload: Workload, options: Options, gpus: Gpus) -> None:
         self.workload = workload
         self._options, self._gpus = options, gpus
-        self.whole_batch = whole_batch_of(workload, options.batch.target_batch)
+        is_whole = isinstance(workload.loss, WholeBatchLoss)
+        self.whole_batch = options.batch.target_batch if is_whole else None
         self.model, self._build_notes = on_meta(workload)
         self.gradient_dtype = gradient_dtype_of(self.model, options.device.gradient_dtype)
         self._worst_case = WorstCaseSampler(workload)

@@ -76,10 +76,6 @@ class ThisProcess:
         del act
         return function(self.setup, *args, **more)
 
-    def restart(self) -> bool:
-        """Return False: no child takes the place of another one here."""
-        return False
-
 
 class ChildProcess:
     """A child process, which starts with the block and ends with it.
@@ -94,17 +90,21 @@ class ChildProcess:
 
     def __init__(self, *, is_copy: bool = False, oom_kills: Callable[[], int] = count_oom_kills) -> None:
         self._is_copy, self._oom_kills = is_copy, oom_kills
-        self._is_started = False
+        self._process: Any = None
         self._opened: tuple[str | None, Options, Role] | None = None
+        self._is_lost = False
+        """True if another child must answer the next call."""
 
     def __enter__(self) -> Self:
-        if not self._is_started:
+        if self._process is None:
             self._start()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         # After Ctrl-C the user does not wait for the end of a call.
-        self._close(patience=PATIENCE_SECONDS if kind is None and self._opened else 0.0)
+        self._stop(PATIENCE_SECONDS if kind is None and self._opened else 0.0)
+        self._log.close()
+        self._process = None
 
     def open(self, reference: str | None, options: Options, role: Role) -> Self:
         """Open a workload in the child, which has not opened any.
@@ -118,7 +118,7 @@ class ChildProcess:
             InputError: the device, the budget, the workload or a setting is invalid.
             ChildCrashed: the child crashed.
         """
-        self._opened, self._calls = (reference, options, role), 0
+        self._opened = reference, options, role
         self.info = self._answer(self._opened, "while it opened the workload")
         return self
 
@@ -137,18 +137,12 @@ class ChildProcess:
             ChildCrashed: the child crashed.
             AutobatchError: the function raised it, or another error that became a `UserCodeError`.
         """
-        if self._is_lost:
-            self.restart()
-        self._calls += 1
-        return cast(T, self._answer((self._calls, function, args, more), f"during {act}"))
-
-    def restart(self) -> bool:
-        """Open the workload in a new child, in place of this one, and return True."""
-        assert self._opened is not None
-        self._close(patience=0.0)
-        self._start()
-        self.open(*self._opened)
-        return True
+        if self._is_lost and self._opened is not None:
+            self._stop(0.0)
+            self._log.close()
+            self._start()
+            self.open(*self._opened)
+        return cast(T, self._answer((function, args, more), f"during {act}"))
 
     def _start(self) -> None:
         """Start a process that waits for a workload; later ones are no copies."""
@@ -166,17 +160,16 @@ class ChildProcess:
             self._process.start()
         theirs.close()
         output.close()
-        self._is_started, self._is_copy, self._is_lost = True, False, False
+        self._is_copy = False
 
     def _answer(self, question: object, when: str) -> Any:
         """Send a question, and wait for its answer. Ctrl-C ends the wait, and the child ignores it."""
         kills = self._oom_kills()
+        self._is_lost = True  # until it has answered
         try:
             with suppress(BrokenPipeError):  # the wait tells why
                 self._connection.send(question)
-            number = None
-            while number != self._calls:  # others answer interrupted calls
-                number, is_error, content, self._is_lost = self._connection.recv()
+            is_error, content, self._is_lost = self._connection.recv()
         except ENDED:
             code = self._stop(PATIENCE_SECONDS)
         else:
@@ -194,20 +187,12 @@ class ChildProcess:
 
     def _stop(self, patience: float) -> int:
         """Close the pipe, wait for the child to leave or kill it, and return its exit code."""
-        self._is_lost = True
         self._connection.close()
         self._process.join(timeout=patience)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
         return int(self._process.exitcode)
-
-    def _close(self, patience: float) -> None:
-        """End the child, and delete its output."""
-        if self._is_started:
-            self._stop(patience)
-            self._log.close()
-            self._is_started = False
 
 
 SetupProcess = ThisProcess | ChildProcess
@@ -223,14 +208,9 @@ def open_process(
     isolated: bool,
     child: ChildProcess | None = None,
 ) -> Iterator[SetupProcess]:
-    """Open the workload in a child process, or here.
+    """Open the workload here; a reference, or the demo, in a child process if it is isolated.
 
-    Args:
-        workload: the workload, or a reference to it; None for the demo.
-        options: options of the run.
-        role: part of this process among the ranks.
-        isolated: open a reference in a child.
-        child: a child that has begun to import torch; None to start one.
+    ``child`` has begun to import torch; None to start one.
 
     Raises:
         InputError: the device, the budget, the workload or a setting is invalid.
@@ -243,14 +223,9 @@ def open_process(
 
 
 def may_copy(device: str) -> bool:
-    """Return whether a process that has only imported torch may be copied into a child.
+    """Return whether a process that has only imported torch may be copied into a child for a run on a device.
 
-    A copy needs no import of its own, which saves 2.5 s of the processor. Elsewhere than on Linux, system
-    libraries do not survive a copy. A child that may use a GPU starts afresh, because a driver that any
-    library has started before a copy does not work in it.
-
-    Args:
-        device: the device of the run as it was asked for.
+    A copy saves the import. System libraries survive it on Linux alone, and a driver of a GPU nowhere.
     """
     has_gpu = device.startswith("cuda") or (device == "auto" and has_gpu_driver())
     return sys.platform == "linux" and not has_gpu
@@ -291,14 +266,14 @@ def _serve(connection: Connection, of_parent: Connection | None, output: Connect
         try:
             here = ThisProcess(_open(workload, options, role))
         except (Exception, SystemExit) as error:
-            connection.send((0, True, to_picklable(error), False))
+            connection.send((True, to_picklable(error), False))
             return
         # What is open now lives as long as this process, so no collection needs to look at it again.
         gc.collect()
         gc.freeze()
-        connection.send((0, False, here.info, False))
+        connection.send((False, here.info, False))
         while True:
-            number, function, args, more = connection.recv()
+            function, args, more = connection.recv()
             is_error = is_lost = False
             try:
                 content = function(here.setup, *args, **more)
@@ -310,7 +285,7 @@ def _serve(connection: Connection, of_parent: Connection | None, output: Connect
                 here.setup.device.synchronize()
             except RuntimeError:  # the context of the GPU is gone
                 is_lost = True
-            connection.send((number, is_error, content, is_lost))
+            connection.send((is_error, content, is_lost))
 
 
 def _detach(of_parent: Connection | None, output: int) -> None:

@@ -30,8 +30,6 @@ from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
 
-UNKNOWN_STATS = MemoryStats(None, None, None, None, None)
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -54,7 +52,7 @@ class Step(NamedTuple):
     micro_seconds: float
     """Of a micro-batch: fetch, collate, forward and backward."""
     once_seconds: float
-    """Once per step: check of the gradients, clipping, the optimizer, a loss over the whole batch."""
+    """Once per step: check of the gradients, clipping, the optimizer."""
     seconds: float
 
 
@@ -77,7 +75,7 @@ class Rehearsal:
     steps: list[Step] = field(default_factory=list)
     failure: OutOfMemory | None = None
     """None if memory sufficed."""
-    stats: MemoryStats = UNKNOWN_STATS
+    stats: MemoryStats = field(default_factory=MemoryStats)
     trace: Trace | None = None
     """Allocation events, up to the request that failed; None if the device records none."""
 
@@ -103,12 +101,16 @@ def rehearse(
     Raises:
         Exception: whatever the workload raises, except out of memory.
     """
-    rehearsal = Rehearsal()
-    device = setup.device
+    rehearsal, device, current = Rehearsal(), setup.device, "setup"
     with preserved_random_state(), device.enforced() if within_budget else device.training() as meter:
-        stopwatch = _Stopwatch(setup, meter)
+
+        def mark(phase: str) -> None:
+            nonlocal current
+            current = phase
+            meter.mark(phase)
+
         try:
-            stopwatch.mark("setup")
+            mark("setup")
             followed = within_budget and setup.sharding is None and setup.knobs.get(COMPILE, "off") == "off"
             with (
                 on_copies(setup, meter, learning_rate=learning_rate) as train_state,
@@ -118,9 +120,9 @@ def rehearse(
                     # The usual scale of 65536 may overflow in every step, and no state appears.
                     train_state.scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=1.0)
                 for batch in batches:
-                    step = _take_step(setup, batch, train_state, stopwatch)
+                    step = _take_step(setup, batch, train_state, meter, mark)
                     if within_budget and not rehearsal.steps and not step.result.applied:
-                        _step_anyway(train_state, stopwatch.mark)
+                        _step_anyway(train_state, mark)
                     rehearsal.steps.append(step)
                 del train_state
         except Exception as error:
@@ -128,7 +130,7 @@ def rehearse(
             if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and is_smallest):
                 raise
             rehearsal.failure = OutOfMemory(
-                first_line(error), stopwatch.phase, requested_bytes(error), verdict is Verdict.FATAL
+                first_line(error), current, requested_bytes(error), verdict is Verdict.FATAL
             )
         # Outside the except block, nothing keeps the failed step's tensors alive.
         is_lost = rehearsal.failure is not None and rehearsal.failure.is_context_lost
@@ -161,7 +163,7 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
     if setup.sharding is None:
         try:
             with temporary_weights(setup.model, setup.device.torch_device):
-                train_state = open_train_state(setup, meter, learning_rate=learning_rate)
+                train_state = _build(setup, meter, learning_rate)
                 with meter.uncounted():
                     restore = restorer_of(train_state.optimizers)
                 try:
@@ -180,32 +182,16 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
     with meter.uncounted():
         model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, setup.device.torch_device)
     # FSDP sums the gradients of the ranks, so they need no buffer for it.
-    alone = replace(setup, model=model, world=1)
-    train_state = open_train_state(alone, meter, learning_rate=learning_rate)
+    train_state = _build(replace(setup, model=model, world=1), meter, learning_rate)
     shared.attach(train_state)
     yield train_state
 
 
-def open_train_state(setup: Setup, meter: Meter, *, learning_rate: float | None = None) -> TrainState:
-    """Build the train state of a setup whose model is on temporary weights.
-
-    Args:
-        setup: the model and its optimizer.
-        meter: counts the model's tensors from here on.
-        learning_rate: None for the workload's own.
-    """
+def _build(setup: Setup, meter: Meter, learning_rate: float | None) -> TrainState:
+    """Build a train state on a model whose tensors the meter counts from here on."""
     meter.count(tensor.data for tensor in [*setup.model.parameters(), *setup.model.buffers()])
     device = setup.device.torch_device
     return build_train_state(setup.workload, setup.model, device, setup, learning_rate=learning_rate)
-
-
-def batches_of(
-    setup: Setup, train_state: TrainState, meter: Meter, fetched: Iterable[tuple[Collated, int]]
-) -> Iterable[tuple[Collated, int]]:
-    """Move micro-batches to the setup's device; some losses read each of them twice."""
-    placed = train_state.feed(fetched, meter)
-    is_whole = isinstance(setup.workload.loss, WholeBatchLoss)
-    return HeldMicroBatches(placed) if setup.keeps_batches and not is_whole else placed
 
 
 def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
@@ -219,56 +205,28 @@ def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
     train_state.gradients.clear()
 
 
-def _take_step(setup: Setup, batch: Batch, train_state: TrainState, stopwatch: _Stopwatch) -> Step:
+def _take_step(
+    setup: Setup, batch: Batch, train_state: TrainState, meter: Meter, mark: Callable[[str], None]
+) -> Step:
     """Take one step of `rehearse`."""
-    placed = batches_of(setup, train_state, stopwatch.meter, batch.micro_batches)
-    stopwatch.start()
+
+    def now() -> float:
+        setup.device.synchronize()
+        return setup.clock()
+
+    placed: Iterable[tuple[Collated, int]] = train_state.feed(batch.micro_batches, meter)
+    if setup.keeps_batches and not isinstance(setup.workload.loss, WholeBatchLoss):
+        placed = HeldMicroBatches(placed)
+    start = now()
     totals = accumulate(
         train_state,
         train_state.begin_step(placed, batch.count),
         batch.samples,
-        stopwatch.mark,
+        mark,
         places=batch.places,
     )
-    stopwatch.lap()
-    # The call holds ``placed``, which may keep the last micro-batch until the step ends.
-    return stopwatch.stop(finish(train_state, totals, mark=stopwatch.mark), batch.count)
-
-
-class _Stopwatch:
-    """Times of the phases of a step, on a device that has finished its work."""
-
-    def __init__(self, setup: Setup, meter: Meter) -> None:
-        self.meter = meter
-        self.phase = ""
-        self._clock, self._synchronize = setup.clock, setup.device.synchronize
-        self._loss_began: float | None = None
-
-    def mark(self, phase: str) -> None:
-        """Begin a phase. The loss over a whole batch comes once per step, so its time is counted apart."""
-        self.phase = phase
-        self.meter.mark(phase)
-        if phase == "loss":
-            self._loss_began = self._now()
-        elif self._loss_began is not None:
-            self._loss_seconds += self._now() - self._loss_began
-            self._loss_began = None
-
-    def start(self) -> None:
-        """Begin a step."""
-        self._loss_began, self._loss_seconds = None, 0.0
-        self._began = self._clock()
-
-    def lap(self) -> None:
-        """End the micro-batches of a step."""
-        self._between = self._now()
-
-    def stop(self, result: StepResult, count: int) -> Step:
-        """End a step of ``count`` micro-batches."""
-        end = self._now()
-        micro = (self._between - self._began - self._loss_seconds) / count
-        return Step(result, micro, end - self._between + self._loss_seconds, end - self._began)
-
-    def _now(self) -> float:
-        self._synchronize()
-        return self._clock()
+    accumulated = now()
+    # ``placed`` is held here, and may keep the last micro-batch until the step ends.
+    result = finish(train_state, totals, mark=mark)
+    end = now()
+    return Step(result, (accumulated - start) / batch.count, end - accumulated, end - start)

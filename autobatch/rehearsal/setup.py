@@ -14,16 +14,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.errors import InputError
 from autobatch.core.knobs import PRECISION, Value
 from autobatch.core.options import Options
 from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
-from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
 from autobatch.device.cuda_allocator import allocator_options
-from autobatch.device.host import host_memory
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
 from autobatch.distributed.sharding.layout import check_sharding
@@ -78,8 +76,6 @@ class Role:
     """Ranks that share the model; None if each has a whole one."""
     holds_model: bool = True
     """True if a model that ranks share has its first values from this rank."""
-    may_share: bool = False
-    """True to open no model whose weights and gradients are too large for one rank: ranks may share it."""
     trains: bool = False
     """True in the process that trains. Another one runs the steps of a rank without the other ranks."""
 
@@ -139,7 +135,6 @@ def open_setup(
 
     Raises:
         InputError: the device, the budget or the model is invalid, or ranks cannot sum the loss.
-        DoesNotFitError: see `check_whole`.
     """
     check_loss_of_ranks(workload, role.shards)
     asked = options.device
@@ -149,21 +144,21 @@ def open_setup(
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = scanned(workload, options.batch.target_batch)
     device = open_device(asked.device, memory_budget=budget, environ=os.environ)
-    if role.may_share:
-        check_whole(workload, device)
     with preserved_random_state():
         seed_everything(asked.seed)
         with memory_named("the model was built"):
-            if role.shards is None:
-                model = build_model(workload)
-            else:
-                model = build_shared_model(workload, builds=role.holds_model and role.trains)
-    shards, sharding = role.shards, None
-    if shards is not None and not role.trains:
+            # Ranks that share a model get its first values from the one that holds it.
+            on_meta = None if role.shards is None else built_on_meta(workload)
+            if on_meta is not None:
+                check_sharding(on_meta)
+            is_built = on_meta is None or (role.holds_model and role.trains)
+            model = build_model(workload) if is_built else on_meta
+    sharding = None
+    if role.shards is not None and not role.trains:
         # Importing FSDP takes a second, which a run without it saves.
         from autobatch.distributed.sharding.build import sharding_alone
 
-        sharding = sharding_alone(shards, device.torch_device.type)
+        sharding = sharding_alone(role.shards, device.torch_device.type)
     return Setup(
         workload=workload,
         stream=stream,
@@ -174,11 +169,11 @@ def open_setup(
         gradient_dtype=gradient_dtype_of(model, asked.gradient_dtype),
         max_grad_norm=options.train.max_grad_norm,
         ema=options.train.ema,
-        whole_batch=whole_batch_of(workload, options.batch.target_batch),
-        keeps_batches=options.command == "plan" and shards is None,
+        whole_batch=options.batch.target_batch if isinstance(workload.loss, WholeBatchLoss) else None,
+        keeps_batches=options.command == "plan" and role.shards is None,
         world=role.world,
         sharding=sharding,
-        shards=shards,
+        shards=role.shards,
     )
 
 
@@ -202,54 +197,6 @@ def build_model(workload: Workload) -> nn.Module:
     if not any(module.training for module in model.modules()):
         model.train()
     return model
-
-
-def build_shared_model(workload: Workload, *, builds: bool) -> nn.Module:
-    """Build a model that ranks share: without memory, unless this process has its first values.
-
-    Args:
-        workload: what to train.
-        builds: whether the ranks get the first values from this process.
-
-    Raises:
-        InputError: the model cannot be shared, or does not fit in the memory of the host.
-    """
-    on_meta = built_on_meta(workload)
-    if on_meta is None:
-        return build_model(workload)
-    check_sharding(on_meta)
-    available = host_memory().available_bytes
-    size = sum(tensor.nbytes for tensor in [*on_meta.parameters(), *on_meta.buffers()])
-    if builds and available is not None and size > available:
-        raise InputError(
-            f"the model has {format_bytes(size)}, and the host of rank 0, which builds it for all ranks, has "
-            f"{format_bytes(available)} of free memory: give it more, or build a smaller model"
-        )
-    return build_model(workload) if builds else on_meta
-
-
-def check_whole(workload: Workload, device: Device) -> None:
-    """Check, without any memory, that weights and gradients of a whole model may fit on one rank.
-
-    Raises:
-        DoesNotFitError: they take more than the budget, or the weights more than the memory of the host.
-    """
-    model = built_on_meta(workload)
-    if model is None:
-        return
-    weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    both = weights + sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    available = host_memory().available_bytes
-    if both > device.budget_bytes:
-        raise DoesNotFitError(
-            f"the weights and gradients of a whole model take {format_bytes(both)}, and the budget of a rank "
-            f"is {format_bytes(device.budget_bytes)}"
-        )
-    if available is not None and weights > available:
-        raise DoesNotFitError(
-            f"the weights of a whole model take {format_bytes(weights)}, and the host has "
-            f"{format_bytes(available)}"
-        )
 
 
 def built_on_meta(workload: Workload) -> nn.Module | None:
@@ -279,13 +226,6 @@ def check_loss_of_ranks(workload: Workload, shards: int | None) -> None:
             "a WholeBatchLoss runs two passes over a batch, and ranks that share the model gather it in one: "
             "use --parallel replicate, or train in one process"
         )
-
-
-def whole_batch_of(workload: Workload, target_batch: int | None) -> int | None:
-    """Return the samples of a step if the loss sees all of them; None if it does not or they are unknown."""
-    if target_batch is None or not isinstance(workload.loss, WholeBatchLoss):
-        return None
-    return target_batch
 
 
 def describe_setup(setup: Setup) -> SetupInfo:
@@ -333,23 +273,18 @@ def data_of_setup(setup: Setup) -> DataDigest | None:
     return None if setup.stream is not None else digest_data(setup.workload.train_data)
 
 
-def new_allocator(
-    info: SetupInfo, *, capped: bool = True, expandable: bool | None = None, falls: bool | None = None
-) -> Allocator:
-    """Return an empty model of the device's allocator, as `Device.new_allocator` does.
+def new_allocator(info: SetupInfo, *, capped: bool = True, **changes: bool) -> Allocator:
+    """Return an empty model of the device's allocator.
 
     Args:
         info: the device and its budget.
         capped: make the budget its limit; False for no limit.
-        expandable: use expandable segments in a caching allocator; None for the device's own setting.
-        falls: let the addresses of its segments fall; None for the device's own order.
+        **changes: other settings of a caching allocator; see `AllocatorConfig`.
     """
     limit = info.device.budget_bytes if capped else None
     if info.allocator is None:
         return CountingAllocator(limit)
-    asked = info.allocator.expandable_segments if expandable is None else expandable
-    falls = info.allocator.falls if falls is None else falls
-    return CachingAllocator(limit, replace(info.allocator, expandable_segments=asked, falls=falls))
+    return CachingAllocator(limit, replace(info.allocator, **changes))
 
 
 def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:
@@ -364,22 +299,22 @@ def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:
 
 def setup_key(setup: Setup, device: DeviceRecord) -> dict[str, KeyValue]:
     """Return everything that changes what fits, by name."""
-    sample = setup.worst_case.batch(2)
-    loss = setup.workload.loss
+    workload, model, loss = setup.workload, setup.model, setup.workload.loss
     functions = [loss.represent, loss.loss] if isinstance(loss, WholeBatchLoss) else [loss]
+    optimizers = [
+        f"{_name_of(type(made))}:{sorted((key, str(value)) for key, value in made.defaults.items())}"
+        for made in stand_in_optimizers(workload)
+    ]
     return {
-        "workload": setup.workload.name,
+        "workload": workload.name,
         "model": _digest(
-            *(
-                f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}"
-                for name, p in setup.model.named_parameters()
-            ),
-            *(f"{name}:{type(module).__qualname__}" for name, module in setup.model.named_modules()),
+            *(f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}" for name, p in model.named_parameters()),
+            *(f"{name}:{type(module).__qualname__}" for name, module in model.named_modules()),
         ),
-        "samples": _digest(*(f"{tuple(t.shape)}:{t.dtype}" for t in tensors_of(sample))),
+        "samples": _digest(*(f"{tuple(t.shape)}:{t.dtype}" for t in tensors_of(setup.worst_case.batch(2)))),
         "loss": "+".join(map(_name_of, functions)),
         "whole_batch": setup.whole_batch,
-        "optimizer": _digest(_optimizer_line(setup.workload)),
+        "optimizer": _digest(*(optimizers or [_name_of(workload.optimizer)])),
         "max_grad_norm": None if setup.max_grad_norm is None else str(setup.max_grad_norm),
         # Its memory does not depend on the decay.
         "ema": None if setup.ema is None else "on",
@@ -387,7 +322,6 @@ def setup_key(setup: Setup, device: DeviceRecord) -> dict[str, KeyValue]:
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
         "world_size": setup.world,
-        # None as in the keys of runs that knew only whole models.
         "parallel": None if setup.shards is None else f"shard over {setup.shards}",
         "keeps_batches": 1 if setup.keeps_batches else None,
     }
@@ -409,17 +343,6 @@ def device_key(setup: Setup) -> dict[str, KeyValue]:
 
 def _name_of(function: object) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-def _optimizer_line(workload: Workload) -> str:
-    """Return the classes and the settings of the workload's optimizers as text."""
-    made = stand_in_optimizers(workload)
-    if not made:
-        return str(getattr(workload.optimizer, "__qualname__", type(workload.optimizer).__qualname__))
-    return ";".join(
-        f"{type(optimizer).__qualname__}:{sorted((key, str(value)) for key, value in defaults)}"
-        for optimizer, defaults in ((optimizer, optimizer.defaults.items()) for optimizer in made)
-    )
 
 
 def _digest(*lines: str) -> str:

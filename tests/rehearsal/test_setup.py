@@ -9,16 +9,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from autobatch import DoesNotFitError, InputError, WholeBatchLoss, Workload
+from autobatch import InputError, WholeBatchLoss, Workload
 from autobatch.core.options import Options
-from autobatch.device.cpu import CpuDevice
 from autobatch.rehearsal.setup import (
     Role,
     Setup,
-    check_whole,
     describe_setup,
     open_setup,
-    with_knobs,
 )
 from tests.support.probes import WIDTH, amsgrad, classify, mlp, vectors, work
 from tests.support.training import INFO_NCE, make_workload
@@ -34,13 +31,6 @@ def opened(workload: Workload | None = None, role: Role | None = None, **options
 def test_a_model_function_that_returns_no_module_is_an_error() -> None:
     with pytest.raises(InputError, match=r"Workload\(model=…\) returned a type, not"):
         opened(work(lambda: nn.Linear))
-
-
-def test_a_model_that_is_too_large_for_one_rank_is_known_without_its_memory() -> None:
-    device = CpuDevice(memory_budget="1GiB")
-    check_whole(make_workload(), device)
-    with pytest.raises(DoesNotFitError, match=r"gradients of a whole model take 8.* TiB, and .* 1.00 GiB"):
-        check_whole(make_workload(model=lambda: nn.Linear(2**20, 2**20, bias=False)), device)
 
 
 # The key of a limit.
@@ -104,13 +94,6 @@ def test_the_key_does_not_depend_on_what_leaves_the_limit_unchanged() -> None:
 
 
 # The description.
-
-
-def test_a_configuration_changes_the_precision_and_the_knobs() -> None:
-    setup = opened()
-    changed = with_knobs(setup, {"precision": "bf16", "optimizer": "fused"})
-    assert (changed.precision, changed.knobs["optimizer"]) == ("bf16", "fused")
-    assert (setup.precision, setup.knobs) == ("fp32", {})
 
 
 def test_a_loss_over_a_batch_of_unknown_size_is_noted() -> None:
