@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autobatch.device.allocator.trace import FREE, Trace
-from autobatch.footprint.program import Polynomial, Program, Untraceable, interpolate
+from autobatch.footprint.program import Polynomial, Program, Untraceable, polynomial_through
 
 MOST_APART, LEAST_APART = 0.25, 16
 """Share and number of blocks that one of two traces may have alone. A sum of gradients takes two more
@@ -86,15 +86,9 @@ def align(points: Sequence[Sized]) -> Aligned:
 
 
 def _rule(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
-    """Return the rule through sizes: by the square if that explains two of them; None if there is none."""
-    try:
-        rule = interpolate(points, sizes)
-    except Untraceable:
-        return None
-    (m, n), (size, larger) = points[:2], sizes[:2]
-    if len(points) == 2 and rule.constant < 0 and size * n * n == larger * m * m and size % (m * m) == 0:
-        return Polynomial(0, 0, size // (m * m))
-    return rule if sum(rule[:3]) >= 0 else None  # else negative at a size of 1
+    """Return the polynomial through sizes; None if there is none, or if it is negative at a size of 1."""
+    rule = polynomial_through(points, sizes)
+    return rule if rule is not None and sum(rule[:3]) >= 0 else None
 
 
 def _pairs(small: Sized, large: Sized) -> dict[int, int]:

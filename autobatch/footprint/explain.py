@@ -31,9 +31,8 @@ ACTIVATIONS = "activations"
 KINDS = ("parameters", "optimizer state", "gradients", "batch", ACTIVATIONS, "temporaries")
 """Kinds of memory from the bottom of a chart upwards, in the order of how long they stay."""
 MOST_PARTS = 6
-"""Parts of the model that a chart tells apart."""
+"""Parts of the model that a chart tells apart, all that are smaller among them."""
 OTHER_PARTS = "all else"
-"""The smaller parts, and what no module made."""
 CACHED = "cached"
 """Memory that the allocator holds without any tensor in it."""
 
@@ -51,40 +50,30 @@ class Label(NamedTuple):
 def labels_of(trace: Trace) -> dict[int, Label]:
     """Return the purpose of each block of a trace, whose blocks have numbers of their own."""
     freed_at = {block: at for at, (block, size) in enumerate(trace.events) if size == FREE}
-    batches = _batches(trace)
+    batches = set[int]()
+    for start, phase in trace.marks[2:]:  # allocations in a row right before a forward pass
+        at = start - 1
+        while phase == "forward" and at >= 0 and trace.events[at][1] != FREE:
+            batches.add(at)
+            at -= 1
     labels = {}
     for at, (block, size) in enumerate(trace.events):
         if size == FREE:
             continue
-        kind = "batch" if at in batches else _kind(trace, at, freed_at.get(block, len(trace.events)))
-        place = bisect_right(trace.modules, at, key=lambda entry: entry[0]) if kind == ACTIVATIONS else 0
-        module = trace.modules[place - 1][1] if place else ""
-        labels[block] = Label(kind, ".".join(module.split(".")[:DEPTH]))
+        phase, end = trace.phase_at(at) or "setup", freed_at.get(block, len(trace.events))
+        kind, part = "gradients" if phase == "backward" else "optimizer state", ""
+        if at in batches:
+            kind = "batch"
+        elif phase == "setup":
+            kind = "parameters"
+        elif phase in ("forward", "loss"):
+            place = bisect_right(trace.modules, at, key=lambda entry: entry[0])
+            kind, module = ACTIVATIONS, trace.modules[place - 1][1] if place else ""
+            part = ".".join(module.split(".")[:DEPTH])
+        elif end < len(trace.events) and not any(at < mark <= end for mark, _ in trace.marks):
+            kind = "temporaries"
+        labels[block] = Label(kind, part)
     return labels
-
-
-def _batches(trace: Trace) -> set[int]:
-    """Return the places of allocations in a row right before a forward pass, but for those of the model."""
-    places: set[int] = set()
-    for start, phase in trace.marks[2:]:
-        at = start - 1
-        while phase == "forward" and at >= 0 and trace.events[at][1] != FREE:
-            places.add(at)
-            at -= 1
-    return places
-
-
-def _kind(trace: Trace, taken_at: int, freed_at: int) -> str:
-    """Return the purpose of a block that is no batch."""
-    taken, freed = (bisect_right(trace.marks, at, key=lambda mark: mark[0]) for at in (taken_at, freed_at))
-    phase = trace.marks[taken - 1][1] if taken else "setup"
-    if phase == "setup":
-        return "parameters"
-    if phase in ("forward", "loss"):
-        return ACTIVATIONS
-    if freed == taken and freed_at < len(trace.events):
-        return "temporaries"
-    return "gradients" if phase == "backward" else "optimizer state"
 
 
 class Explanation(NamedTuple):
@@ -149,64 +138,47 @@ def memory_curve(trace: Trace, micro_batch: int, allocator: Allocator) -> Memory
     labels = labels_of(trace)
     made: Counter[str] = Counter()
     for block, size in trace.events:
-        if size != FREE and labels[block].kind == ACTIVATIONS:
-            made[labels[block].part] += size
+        made[labels[block].part] += max(size, 0)
     shown = [part for part, _ in made.most_common(MOST_PARTS) if part][: MOST_PARTS - 1]
     # The last step follows the optimizer of the one before.
-    starts = [
-        position
-        for (_, before), (position, phase) in pairwise(trace.marks)
-        if (before, phase) == ("optimizer", "forward")
-    ]
-    first = starts[-1] if starts else 0
+    follows = pairwise(trace.marks)
+    first = max((at for (_, a), (at, b) in follows if (a, b) == ("optimizer", "forward")), default=0)
     live = dict.fromkeys((*KINDS, CACHED), 0)
     of_parts = dict.fromkeys([*(part for part in made if part in shown), OTHER_PARTS], 0)
     held: dict[int, tuple[object, int]] = {}
     rows: list[tuple[int, dict[str, int], dict[str, int]]] = []
-    for index, (block, size) in enumerate(trace.events):
+    for at, (block, size) in enumerate(trace.events):
         if size == FREE:
-            handle, change = held.pop(block)
+            handle, taken = held.pop(block)
             allocator.free(handle)
-            change = -change
         else:
             held[block] = allocator.malloc(size), size
-            change = size
-        kind, part = labels[block].kind, labels[block].part
+        change = -taken if size == FREE else size
+        kind, part = labels[block]
         live[kind] += change
         if kind == ACTIVATIONS:
             of_parts[part if part in shown else OTHER_PARTS] += change
-        if index >= first:
-            live[CACHED] = max(0, (allocator.reserved_bytes or 0) - sum(live[kind] for kind in KINDS))
-            rows.append((index - first, dict(live), dict(of_parts)))
-    if (
-        len(rows) > MOST_POSITIONS
-    ):  # the first, the last, and the one with most memory of each stretch between
-        inner, count = rows[1:-1], MOST_POSITIONS - 2
-        edges = [len(inner) * number // count for number in range(count + 1)]
-        tops = (
-            max(inner[start:end], key=lambda row: sum(row[1][kind] for kind in KINDS))
-            for start, end in pairwise(edges)
-        )
-        rows = [rows[0], *tops, rows[-1]]
-    phases: dict[str, float] = {}
-    marks = [(position - first, phase) for position, phase in trace.marks if position >= first]
+        if at >= first:
+            tensors = sum(live[kind] for kind in KINDS)
+            live[CACHED] = max(0, (allocator.reserved_bytes or 0) - tensors)
+            rows.append((at - first, dict(live), dict(of_parts)))
+    # The first, the last, every so many, and the one with most tensors.
+    peak = max(rows, key=lambda row: sum(row[1][kind] for kind in KINDS), default=(0,))[0]
+    stride = -(-len(rows) // (MOST_POSITIONS - 3))
+    rows = [row for row in rows if row[0] % stride == 0 or row[0] in (peak, len(rows) - 1)]
+    marks = [(at - first, phase) for at, phase in trace.marks if at >= first]
     names = [phase for _, phase in marks]
-    for number, (position, phase) in enumerate(marks):
+    phases = {}
+    for number, (at, phase) in enumerate(marks):
         many = f" {names[: number + 1].count(phase)}" if names.count(phase) > 1 else ""
-        phases[f"{phase}{many}"] = float(position)
+        phases[f"{phase}{many}"] = float(at)
+    categories = {kind: [kinds[kind] for _, kinds, _ in rows] for kind in live}
+    modules = {module_in_words(part): [parts[part] for _, _, parts in rows] for part in of_parts}
     return MemoryCurve(
-        positions=[float(position) for position, _, _ in rows],
-        categories={
-            name: [kinds[name] for _, kinds, _ in rows]
-            for name in live
-            if any(kinds[name] for _, kinds, _ in rows)
-        },
+        positions=[float(at) for at, _, _ in rows],
+        categories={kind: sizes for kind, sizes in categories.items() if any(sizes)},
         phases=phases,
-        modules={
-            module_in_words(name): [parts[name] for _, _, parts in rows]
-            for name in of_parts
-            if any(parts[name] for _, _, parts in rows)
-        },
+        modules={part: sizes for part, sizes in modules.items() if any(sizes)},
         micro_batch=micro_batch,
     )
 

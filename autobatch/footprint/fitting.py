@@ -64,26 +64,19 @@ class Fitting:
         Raises:
             Untraceable: a program is invalid at a size that was tried.
         """
-
-        def may_fit(count: int) -> bool:
-            return self._may_fit(count * multiple)
-
-        def fits(count: int) -> bool:
-            return self.fits(count * multiple)
-
         most, high = cap // multiple, 1
-        while high <= most and may_fit(high):
+        while high <= most and self._may_fit(high * multiple):
             high *= 2
-        bound = largest(may_fit, high // 2, min(high, most + 1))
+        bound = largest(lambda n: self._may_fit(n * multiple), high // 2, min(high, most + 1))
         if self._only_counts:
             return bound * multiple
         events = sum(len(program.events) for program in self._orders)
         single = max(0, bound - SCANNED_EVENTS // max(1, events))
         size, above = bound, bound + 1
-        while size and not fits(size):
+        while size and not self.fits(size * multiple):
             above = size
             size -= 1 if size > single else max(1, size // STRIDE)
-        return largest(fits, size, above) * multiple
+        return largest(lambda n: self.fits(n * multiple), size, above) * multiple
 
     def _may_fit(self, m: int) -> bool:
         """Return whether the live bytes fit, without which nothing does."""

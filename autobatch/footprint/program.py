@@ -74,7 +74,7 @@ class Program:
         if len(set(sizes_of)) != len(points) or len(points) < 2:
             raise ValueError(f"a fit needs two or more different micro-batches, not {sizes_of}")
         traces = [trace.canonical() for _, trace in points]
-        _same_structure(sizes_of, traces)
+        _check_structure(sizes_of, traces)
         events: list[tuple[int, Polynomial | None]] = []
         known: dict[tuple[int, ...], Polynomial] = {}
         for column in zip(*(trace.events for trace in traces), strict=True):
@@ -111,49 +111,34 @@ class Program:
         return Trace(tuple((block, sizes[size]) for block, size in self.events), self.marks, self.modules)
 
 
-def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:
+def _check_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:
     first = traces[0]
+    shape = [(block, size == FREE) for block, size in first.events]
     for m, trace in zip(micro_batches[1:], traces[1:], strict=True):
-        shapes = [[(block, size == FREE) for block, size in compared.events] for compared in (first, trace)]
-        if shapes[0] != shapes[1] or first.marks != trace.marks:
-            at = next((i for i, pair in enumerate(zip(*shapes, strict=False)) if pair[0] != pair[1]), None)
-            where = min(map(len, shapes)) if at is None else at
+        other = [(block, size == FREE) for block, size in trace.events]
+        if other != shape or first.marks != trace.marks:
+            at = next((at for at, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b), len(other))
             raise Untraceable(
-                f"the order of allocations at micro-batch {m} ({len(trace.events)} events) is not that at "
-                f"{micro_batches[0]} ({len(first.events)} events): they differ first at event {where}, in "
-                f"{trace.phase_at(where) or 'no phase'}"
+                f"the events at micro-batches {micro_batches[0]} and {m} differ in more than sizes, first in "
+                f"the {trace.phase_at(at) or 'setup'}"
             )
 
 
 def rule_through(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
-    """Return the rule of a block that has these sizes at these micro-batches.
+    """Return the rule of a block that has these sizes at these micro-batches, in rising order.
 
     Raises:
         Untraceable: there is none through three sizes.
     """
-    try:
-        rule = interpolate(points, sizes)
-    except Untraceable:
-        granules = _granules_through(points, sizes)
-        if granules is None and len(points) > 2:
-            raise
-        return granules or _line_through(points, sizes)
-    if len(points) == 2:
+    if len(points) == 2 and sizes[1] < sizes[0]:
+        return Polynomial(sizes[0])
+    rule = polynomial_through(points, sizes) or _granules_through(points, sizes)
+    if rule is None and len(points) > 2:
+        raise Untraceable(f"sizes of {[*sizes]} bytes at micro-batches {[*points]} follow no rule")
+    if rule is None:
         (m, n), (size, larger) = points, sizes
-        # A line that falls below 0 is the chord of a parabola: a loss over all pairs of samples.
-        if rule.constant < 0 and size * n * n == larger * m * m and size % (m * m) == 0:
-            return Polynomial(0, 0, size // (m * m))
-        if rule.slope < 0:
-            return Polynomial(size)
+        return Polynomial(size * n - larger * m, larger - size, 0, n - m)
     return rule
-
-
-def _line_through(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
-    """Return the line through two sizes; the larger of them for all, if they fall."""
-    (m, n), (size, larger) = points, sizes
-    if larger < size:
-        return Polynomial(size)
-    return Polynomial(size * n - larger * m, larger - size, 0, n - m)
 
 
 def _granules_through(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
@@ -170,11 +155,11 @@ def _granules_through(points: Sequence[int], sizes: Sequence[int]) -> Polynomial
     return None
 
 
-def interpolate(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
+def polynomial_through(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
     """Return the polynomial through the first points (at most three), on which the others must lie.
 
-    Raises:
-        Untraceable: they do not, or its values are no integers.
+    None if they do not, or if its values are no integers. Two points give a line, or the square whose chord
+    it is if the line falls below 0: a loss over all pairs of samples.
     """
     x, y = points[:3], sizes[:3]
     first = Fraction(y[1] - y[0], x[1] - x[0])
@@ -184,12 +169,13 @@ def interpolate(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
     parts = (y[0] - first * x[0] + second * x[0] * x[1], first - second * (x[0] + x[1]), second)
     # A polynomial of degree d has integer values everywhere only over a divisor of d!.
     denominator = 2 if second else 1
-    if any((part * denominator).denominator != 1 for part in parts) or (
-        second and (parts[1] + parts[2]).denominator != 1
-    ):
-        raise Untraceable(f"an allocation has {[*sizes]} bytes at micro-batches {[*points]}: no integer rule")
-    constant, slope, square = (int(part * denominator) for part in parts)
-    rule = Polynomial(constant, slope, square, denominator)
+    constant, slope, square = (part * denominator for part in parts)
+    is_whole = all(part.denominator == 1 for part in (constant, slope, square))
+    if not is_whole or (second and (parts[1] + parts[2]).denominator != 1):
+        return None
+    rule = Polynomial(int(constant), int(slope), int(square), denominator)
     if any(rule.at(m) != size for m, size in zip(points, sizes, strict=True)):
-        raise Untraceable(f"an allocation has {[*sizes]} bytes at micro-batches {[*points]}: no polynomial")
+        return None
+    if len(points) == 2 and constant < 0 and y[0] * x[1] ** 2 == y[1] * x[0] ** 2 and y[0] % x[0] ** 2 == 0:
+        return Polynomial(0, 0, y[0] // x[0] ** 2)
     return rule

@@ -151,8 +151,8 @@ def open_setup(
             on_meta = None if role.shards is None else built_on_meta(workload)
             if on_meta is not None:
                 check_sharding(on_meta)
-            is_built = on_meta is None or (role.holds_model and role.trains)
-            model = build_model(workload) if is_built else on_meta
+            is_first = role.holds_model and role.trains
+            model = build_model(workload) if on_meta is None or is_first else on_meta
     sharding = None
     if role.shards is not None and not role.trains:
         # Importing FSDP takes a second, which a run without it saves.

@@ -1,51 +1,71 @@
-"""The choice between a split by count and a split by size, by the saving that is expected."""
+"""The choice between a split by count and a split by size, by the padding that is saved.
+
+Sorting the samples of a batch keeps Σ totals ÷ Σ counts. It changes results if a layer or a loss sees more
+than one sample at a time, or sees the padding. Such a workload depends on the micro-batch in any split, but a
+split by size makes the error systematic.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.knobs import PRECISION, memory_signature
+from autobatch.core.knobs import COMPILE, PRECISION, memory_signature
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, SizeCut
+from autobatch.core.units import format_share
 from autobatch.distributed.rank_plan import agree_on_cut
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.process import SetupProcess
+from autobatch.rehearsal.rehearsal import on_copies
 from autobatch.rehearsal.setup import Setup, with_knobs
-from autobatch.search.hazards import check_smallest, hazard, nothing_to_gain
 from autobatch.search.plan_limit import FIRST, TRIES, batches_to_run, run_batches
+from autobatch.step.loss import terms_of
+from autobatch.workload.contract import Loss, WholeBatchLoss
+from autobatch.workload.data import collate_samples, fetch, shallow_copies
+from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.order import GlobalBatch
+from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.split import Sizes, SizeSplit, Split, sizes_digest
 from autobatch.workload.user_code import describe
 
 LEAST_GAIN = 1.03
 """Ratio of padded areas, with the fixed cost of each micro-batch, from which ``auto`` splits by size."""
+PADDED_SHARE = 0.25
+"""Share of the room beside a short sample that must be filled for samples to count as padded."""
+TOLERANCE = 0.01
+"""Share of a sample's loss that may depend on its neighbours: rounding stays far below."""
+ROUNDING = 1e-3
+"""Share of its neighbour's loss that rounding may add, in TF32."""
 
 
 def choose_split(
     process: SetupProcess, plan: Plan, probe: Probe, options: Options, *, ranks: Ranks, progress: Progress
 ) -> Plan:
-    """Return a plan with the choice of how its batches are split; all ranks call it.
-
-    The split stays by count if the choice fails, or if ``autobatch plan`` is interrupted.
+    """Return a plan with the choice of how its batches are split, by count if it fails; all ranks call it.
 
     Raises:
         InputError: a split by size was asked for, and is not possible or would change results.
     """
-    asked, why_not_here = options.batch.split, None
-    if process.info.epoch_samples is None:
-        why_not_here = "needs the sizes of all samples, which those of a stream are not"
-    elif ranks.world == 1 < plan.world_size:
-        why_not_here = f"over {plan.world_size} ranks is for autobatch fit"
-    if asked == "size" and why_not_here is not None:
-        raise InputError(f"--split size {why_not_here}: use --split count")
-    if asked == "count" or why_not_here is not None:
+    asked = options.batch.split
+    has_sizes = process.info.epoch_samples is not None and ranks.world == plan.world_size
+    if asked == "count" or (asked == "auto" and not has_sizes):
         return plan
+    if not has_sizes:
+        raise InputError(
+            "--split size needs the sizes of all samples, which those of a stream are not, and autobatch fit "
+            "for several ranks: use --split count"
+        )
     progress.doing("choosing how batches are split")
     # Above an error for another reason than memory, no micro-batch runs.
     cap = probe.micro_batch if probe.upper_bound_by == "error" else plan.target_batch
@@ -54,19 +74,16 @@ def choose_split(
     alone = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
     limits = alone if is_probed else plan.micro_batch, min(cap, options.search.max_micro_batch or cap)
     try:
-        cut, note = process.call("the choice of the split", _choose, plan, asked, limits, options.device.seed)
-    except KeyboardInterrupt:
-        if options.command != "plan":
-            raise
-        cut, note = None, "the choice was interrupted"
-    except Exception as error:
-        if asked == "size" and type(error) is InputError:
-            raise
-        cut, note = None, str(error) if isinstance(error, AutobatchError) else describe(error)
-    if note:
-        progress.note(
-            f"batches are split by {'count' if cut is None else 'the sizes of their samples'}: {note}"
+        cut, reason = process.call(
+            "the choice of the split", _choose, plan, asked, limits, options.device.seed
         )
+    except Exception as error:
+        cut, reason = None, str(error) if isinstance(error, AutobatchError) else describe(error)
+    if cut is None and asked == "size":
+        raise InputError(f"--split size is not possible: {reason}. Use --split count")
+    if reason:
+        by = "count" if cut is None else "the sizes of their samples"
+        progress.note(f"batches are split by {by}: {reason}")
     cut = agree_on_cut(ranks, cut)
     return plan if cut is None else msgspec.structs.replace(plan, split="size", size_cut=cut)
 
@@ -92,15 +109,12 @@ def _choose(
         )
     if sizes.min() == sizes.max():
         return None, "all samples have one size" * (asked == "size")
-    wrong = hazard(setup, sizes)
-    if plan.multiple > 1:
-        wrong = f"micro-batches must be multiples of {plan.multiple}"
-    if wrong is not None and asked == "size":
-        raise InputError(f"--split size is not possible: {wrong}. Use --split count")
-    obstacle = wrong or nothing_to_gain(setup, sizes)
+    obstacle: str | None = f"micro-batches must be multiples of {plan.multiple}"
+    if plan.multiple == 1:
+        with preserved_random_state():
+            obstacle = _obstacle(setup, sizes)
     if obstacle is not None:
         return None, obstacle
-    check_smallest(setup, sizes)
     # A rank takes about as many samples of a batch that is split by size.
     batches = batches_to_run(setup, max(1, sum(plan.micro_batches)), seed)
     limit, cap = min(limits), limits[1]
@@ -145,3 +159,77 @@ def _with_expectations(
 def read_sizes(setup: Setup) -> Sizes | None:
     """Return the size of each sample; None if some are unknown."""
     return setup.worst_case.sizes()
+
+
+def _obstacle(setup: Setup, sizes: Sizes) -> str | None:
+    """Return why a split by size would change results, or save no time; None if nothing shows either.
+
+    Raises:
+        Exception: whatever the workload raises on one or two samples.
+    """
+    if any(isinstance(module, _BatchNorm) for module in setup.model.modules()):
+        return "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ"
+    order = np.argsort(sizes, kind="stable")
+    # One of the shortest quarter, and the longest one.
+    samples = fetch(setup.workload.train_data, [int(order[len(order) // 4]), int(order[-1])])
+    change = _change_beside_another(setup, samples)
+    if change > TOLERANCE:
+        return (
+            f"the loss of a short sample changes by {format_share(change)} beside the longest, so it depends "
+            "on padding or on other samples: let the model ignore padding with a mask, and return "
+            "Loss(total, count) if the loss is a mean over something else than samples"
+        )
+    if hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off":
+        return "a compiled model compiles anew for most micro-batches of other shapes"
+    short, longest, both = (
+        sum(tensor.numel() for tensor in tensors_of(_collated(setup, chosen)))
+        for chosen in (samples[:1], samples[1:], samples)
+    )
+    is_padded = short < longest and both - short - longest >= PADDED_SHARE * (longest - short)
+    if both and not is_padded:  # what holds no tensors tells nothing
+        return "the collate function does not pad, so there is nothing to save"
+    # A split by size may leave the smallest one alone.
+    _collated(setup, fetch(setup.workload.train_data, [int(order[0])]))
+    return None
+
+
+def _collated(setup: Setup, samples: Sequence[Any]) -> Any:
+    return collate_samples(shallow_copies(samples), setup.workload.collate)
+
+
+def _change_beside_another(setup: Setup, samples: Sequence[Any]) -> float:
+    """Return the share by which what a sample adds to a loss changes beside another; 0 if it is random."""
+    loss: Any = setup.workload.loss
+    # In float32, because rounding is no effect of the padding.
+    setup = replace(setup, precision="fp32")
+    with setup.device.training() as meter, torch.no_grad(), on_copies(setup, meter) as train_state:
+        train_state.model.eval()
+
+        def values(chosen: Sequence[Any], seed: int = 1) -> list[Tensor]:
+            """Return totals and counts of the samples, or the row of the first of them."""
+            seed_everything(seed)
+            batch = to_device(_collated(setup, chosen), setup.device.torch_device)
+            if isinstance(loss, WholeBatchLoss):
+                rows = tensors_of(train_state.call(loss.represent, batch))
+                return [torch.cat([row[0].double().flatten().cpu() for row in rows])]
+            terms = terms_of(train_state.call(loss, batch)).values()
+            pairs = [
+                (term.total, term.count) if isinstance(term, Loss) else (term * len(chosen), len(chosen))
+                for term in terms
+            ]
+            return list(torch.tensor(pairs, dtype=torch.float64, device="cpu").flatten())
+
+        alone, other, both = values(samples[:1]), values(samples[1:]), values(samples)
+        again = values(samples, 2)
+    if isinstance(loss, WholeBatchLoss):
+        other = [torch.zeros_like(row) for row in both]
+    if [value.shape for value in alone] != [value.shape for value in both]:
+        return 1.0  # rows of two forms make no batch
+    if any(not torch.equal(value, repeated) for value, repeated in zip(both, again, strict=True)):
+        return 0.0
+    shares = [
+        float(((together - rest - own).norm() - ROUNDING * rest.norm()) / own.norm())
+        for together, rest, own in zip(both, other, alone, strict=True)
+        if own.norm()
+    ]
+    return max(shares, default=0.0)

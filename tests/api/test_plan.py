@@ -104,7 +104,7 @@ def mean_of_all(model: nn.Module, batch: Any) -> Tensor:
         (
             ragged_workload,
             {"world_size": 2, "split": "size"},
-            "--split size over 2 ranks is for autobatch fit",
+            "--split size needs the sizes of all samples",
         ),
         (
             lambda: ragged_workload(loss=mean_of_all, model=language_model),
