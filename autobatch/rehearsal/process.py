@@ -101,10 +101,11 @@ class ChildProcess:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # After Ctrl-C the user does not wait for the end of a call.
-        self._stop(PATIENCE_SECONDS if kind is None and self._opened else 0.0)
-        self._log.close()
-        self._process = None
+        if self._process is not None:  # an outer block may follow an inner one
+            # After Ctrl-C the user does not wait for the end of a call.
+            self._stop(PATIENCE_SECONDS if kind is None and self._opened else 0.0)
+            self._log.close()
+            self._process = None
 
     def open(self, reference: str | None, options: Options, role: Role) -> Self:
         """Open a workload in the child, which has not opened any.
