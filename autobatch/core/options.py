@@ -57,16 +57,16 @@ Size = Annotated[str, Meta(pattern=f"^{TEXT}*$", description="a size like 6GiB o
 DeviceName = Annotated[
     str,
     Meta(
-        pattern=f"^(auto|cpu|cuda(:[0-9]+)?|sim:{TEXT}+)$",
+        pattern=f"^(auto|cpu|cuda(:[0-9]+)?|sim:{TEXT}+)\\Z",
         description="auto, cuda, cuda:N, cpu or sim:PROFILE",
     ),
 ]
 Duration = Annotated[
-    str, Meta(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?(min|h)$", description="a time like 15min or 2h")
+    str, Meta(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?(min|h)\Z", description="a time like 15min or 2h")
 ]
 Ranks = Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")]
 RankCounts = Annotated[
-    str, Meta(pattern=f"^{COUNT}(,{COUNT})*$", description="in estimate several like 1,2,4")
+    str, Meta(pattern=f"^{COUNT}(,{COUNT})*\\Z", description="in estimate several like 1,2,4")
 ]
 SplitCheck = Literal["error", "note", "off"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]

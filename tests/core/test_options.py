@@ -61,7 +61,7 @@ def deep_table() -> dict[str, Any]:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *(
         ("probe", {"device": device}, "must be auto, cuda, cuda:N, cpu or sim:PROFILE, found")
-        for device in ("", "tpu", "cuda:", "cuda:x", "cuda:-1", "sim:", "cpu:0", "CUDA")
+        for device in ("", "tpu", "cuda:", "cuda:x", "cuda:-1", "sim:", "cpu:0", "CUDA", "cpu\n")
     ),
     ("fit", {"target_bach": 8}, "there is no option target_bach; did you mean target_batch?"),
     ("plan", {"--batch-size": 8}, "there is no option --batch-size; did you mean target_batch?"),
@@ -86,6 +86,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"ranks": 1025}, "ranks must be a whole number from 1 to 1024"),
     ("estimate", {"ranks": "1,,2"}, "found '1,,2'"),
     ("fit", {"checkpoint_every": "15 s"}, "or a time like 15min or 2h, found '15 s'"),
+    ("fit", {"checkpoint_every": "15min\n"}, r"found '15min\n'"),
     ("fit", {"workers": 10**9}, "workers must be a whole number from 0 to 1024, found 1000000000"),
     ("fit", {"steps": 10**30}, f"steps must be a whole number of 1 or more, found {10**30}"),
     ("fit", {"steps": 1 << 20_000}, "found a value of type int that is too long to show"),
