@@ -230,11 +230,13 @@ def even_split(plan: Plan) -> tuple[int, int]:
 
 def even_split_note(plan: Plan, limit: int) -> str | None:
     """Return a remark if equal micro-batches are at most half of the ``limit`` that fits; None if not."""
-    size, steps = even_split(plan)
-    if 2 * size > min(limit, plan.target_batch // plan.world_size):
+    (size, steps), share = even_split(plan), plan.target_batch // plan.world_size
+    if 2 * size > min(limit, share):
         return None
-    full, whole = limit * plan.world_size, plan.target_batch // (limit * plan.world_size)
-    near = " or ".join(f"{number * full}" for number in (whole, whole + 1) if number)
+    parts = math.ceil(share / limit) * plan.world_size * plan.multiple  # the fewest that a batch may have
+    near = " or ".join(
+        f"{parts * one}" for one in (plan.target_batch // parts, plan.target_batch // parts + 1) if one
+    )
     return (
         f"a target batch of {plan.target_batch} splits into equal micro-batches of {size} in {steps} "
         f"accumulation steps at most, although {limit} samples fit: a target batch of {near} needs fewer "

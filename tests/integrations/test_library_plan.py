@@ -78,7 +78,7 @@ def test_the_plan_is_what_the_library_runs() -> None:
     assert "note: accelerate: the last step of each epoch has 4 of 20 samples" in str(found)
     assert plan(None, 23).notes[0] == (
         "accelerate: a target batch of 23 splits into equal micro-batches of 1 in 23 accumulation steps at "
-        "most, although 8 samples fit: a target batch of 16 or 24 needs fewer steps, and autobatch.batches "
+        "most, although 8 samples fit: a target batch of 21 or 24 needs fewer steps, and autobatch.batches "
         "splits any batch"
     )
     over_two = plan(None, 20, world=2, max_micro_batch=7)
