@@ -14,12 +14,9 @@ from autobatch.device.allocator.trace import replay
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.host import HostMemory
 from autobatch.device.oom import is_fragmented
-from autobatch.device.profiles import HardwareProfile
 from tests.support.hardware import a_figure, a_profile
 
 HOST = HostMemory(16 * GiB, 8 * GiB, "a made-up machine")
-
-
 UNKNOWN = HostMemory(None, None, "not known")
 FULL = HostMemory(2 * GiB, 512 * MiB, "full")
 
@@ -29,7 +26,6 @@ FULL = HostMemory(2 * GiB, 512 * MiB, "full")
     [
         ("6GiB", HOST, 6 * GiB, "as set: 6GiB"),
         ("50%", HOST, 8 * GiB, "as set: 50%"),
-        (16 * GiB, HOST, 16 * GiB, f"as set: {16 * GiB}"),
         ("2GiB", UNKNOWN, 2 * GiB, "as set: 2GiB"),
         (
             None,
@@ -43,13 +39,11 @@ FULL = HostMemory(2 * GiB, 512 * MiB, "full")
             512 * MiB,
             "1.00 GiB available (small) - 512 MiB headroom, the least",
         ),
-        (None, FULL._replace(available_bytes=512 * MiB + 1), 1, None),
     ],
 )
 def test_the_budget_is_as_asked_else_what_is_available_less_a_headroom(asked, memory, budget, source):
     record = CpuDevice(memory_budget=asked, memory=memory).describe()
-    assert record.budget_bytes == budget
-    assert source in (None, record.budget_source)
+    assert (record.budget_bytes, record.budget_source) == (budget, source)
 
 
 @pytest.mark.parametrize(
@@ -67,26 +61,18 @@ def test_an_impossible_budget_names_both_numbers(budget, memory, error, words):
         CpuDevice(memory_budget=budget, memory=memory)
 
 
-@pytest.mark.parametrize(
-    ("supported", "precisions"),
-    [("avx2", ("fp32",)), ("avx512_bf16", ("fp32", "bf16")), ("amx_tile", ("fp32", "bf16"))],
-)
-def test_bf16_is_a_choice_on_cpus_that_compute_in_it(supported, precisions, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {supported: True})
-    assert CpuDevice(memory_budget="1GiB").native_precisions() == precisions
-
-
-def test_the_default_optimizer_steps_one_parameter_at_a_time():
-    """Then torch's lists are another choice; the oracle is torch's own rule for its default."""
+def test_choices_of_a_cpu_are_those_of_torch(monkeypatch):
+    """The oracle is torch's own rule: where its default is not foreach, that is a choice."""
     rules = importlib.import_module("torch.optim.optimizer")
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    _, foreach = rules._default_to_fused_or_foreach([parameter], False, False)
+    _, foreach = rules._default_to_fused_or_foreach([torch.nn.Parameter(torch.zeros(3))], False, False)
     device = CpuDevice(memory_budget="1GiB")
     assert ("foreach" in device.optimizer_implementations()) is not foreach
-    assert device.compute_capability is None
+    for supported, precisions in (("avx2", ("fp32",)), ("amx_tile", ("fp32", "bf16"))):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda supported=supported: {supported: True})
+        assert device.native_precisions() == precisions
 
 
-def test_a_step_over_the_budget_raises_and_the_next_one_runs():
+def test_a_step_over_the_budget_raises_and_training_counts_nothing():
     device: Any = CpuDevice(memory_budget=64 * KiB, memory=HOST)
     with device.enforced() as meter:
         x = torch.ones(1024)
@@ -102,48 +88,33 @@ def test_a_step_over_the_budget_raises_and_the_next_one_runs():
         stats = meter.stats()
         assert stats.allocated_bytes == x.nbytes
         assert stats.reserved_bytes is stats.peak_reserved_bytes is stats.retries is None
-        assert device.refuses(stats) is None
         assert meter.trace().events == ((0, 4096),)
-    device.release()
-    device.synchronize()
-
-
-def test_training_counts_nothing():
-    device = CpuDevice(memory_budget=KiB, memory=HOST)
     with device.training() as meter:
-        meter.count([torch.ones(10_000)])
-        meter.mark("forward")
-        assert torch.ones(10_000).sum() == 10_000
+        meter.count([torch.ones(100_000)])
+        assert torch.ones(100_000).sum() == 100_000
         assert set(meter.stats()) == {None}
         assert meter.trace() is None
 
 
-def gpu(*, total_bytes: int = 24 * GiB, context_bytes: int | None = 256 * MiB) -> HardwareProfile:
-    context = None if context_bytes is None else a_figure(context_bytes)
-    return a_profile(title="Made-up 9000", total=a_figure(total_bytes), context=context)
+def simulated(budget: str | None = "64MiB", *, total_bytes: int = 24 * GiB) -> SimulatedDevice:
+    context = a_figure(256 * MiB)
+    return SimulatedDevice(a_profile(total=a_figure(total_bytes), context=context), budget)
 
 
-def test_budget_is_what_the_context_and_a_headroom_leave():
-    assert SimulatedDevice(gpu()).budget_bytes == 24 * GiB - 256 * MiB - 24 * GiB * 5 // 100
-    assert SimulatedDevice(gpu(total_bytes=4 * GiB)).budget_bytes == 4 * GiB - 256 * MiB - 512 * MiB
-    unknown = SimulatedDevice(gpu(total_bytes=4 * GiB, context_bytes=None))
-    assert unknown.budget_bytes == 4 * GiB - 512 * MiB - 512 * MiB
-
-
-def test_an_asked_budget_is_taken_literally():
-    assert SimulatedDevice(gpu(), "1GiB").budget_bytes == GiB
-    assert SimulatedDevice(gpu(), "50%").budget_bytes == 12 * GiB
+def test_the_budget_of_a_simulated_gpu_is_what_its_context_and_a_headroom_leave():
+    assert simulated(None).budget_bytes == 24 * GiB - 256 * MiB - 24 * GiB * 5 // 100
+    assert simulated(None, total_bytes=4 * GiB).budget_bytes == 4 * GiB - 256 * MiB - 512 * MiB
+    assert simulated("50%").budget_bytes == 12 * GiB
     with pytest.raises(InputError, match=r"25\.0 GiB.*24\.0 GiB"):
-        SimulatedDevice(gpu(), "25GiB")
+        simulated("25GiB")
     with pytest.raises(DoesNotFitError, match="768 MiB"):
-        SimulatedDevice(gpu(total_bytes=768 * MiB))
+        simulated(None, total_bytes=768 * MiB)
 
 
-def test_segments_count_against_the_budget():
-    device: Any = SimulatedDevice(gpu(), 64 * MiB)
+def test_segments_of_a_simulated_gpu_count_against_the_budget():
+    device: Any = simulated()
     with device.enforced() as meter:
-        small = torch.zeros(1)
-        large = torch.zeros(2 * MiB // 4)
+        small, large = torch.zeros(1), torch.zeros(2 * MiB // 4)
         stats = meter.stats()
         assert stats.allocated_bytes == 512 + large.nbytes
         assert stats.reserved_bytes == stats.peak_reserved_bytes == 22 * MiB
@@ -152,37 +123,25 @@ def test_segments_count_against_the_budget():
             torch.zeros(50 * MiB // 4)  # 64 - 22 = 42 MiB are left
         text = str(caught.value)
         assert text.startswith("CUDA out of memory. Tried to allocate 50.0 MiB. 64.0 MiB allowed")
-        assert text.endswith("and 20.0 MiB is reserved by PyTorch but unallocated")
         assert not is_fragmented(caught.value)
-    trace = meter.trace()
-    assert replay(trace, device.new_allocator()).peak_reserved_bytes == 22 * MiB
+    assert replay(meter.trace(), device.new_allocator()).peak_reserved_bytes == 22 * MiB
 
 
-def test_cached_segments_are_reused_and_freed_in_training_whose_limit_is_on():
-    device = SimulatedDevice(gpu(), 64 * MiB)
+def test_a_simulated_gpu_reuses_and_frees_its_cache_in_training_and_tells_fragmentation():
+    device = simulated()
     with device.training() as meter:
         for _ in range(3):
             torch.zeros(40 * MiB // 4)
         assert (meter.stats().allocated_bytes, meter.stats().reserved_bytes) == (0, 40 * MiB)
         torch.zeros(60 * MiB // 4)
-        stats = meter.stats()
-        assert (stats.reserved_bytes, stats.retries) == (60 * MiB, 1)
-        assert device.refuses(stats) is None
+        assert (meter.stats().reserved_bytes, meter.stats().retries) == (60 * MiB, 1)
         device.release()
         assert meter.stats().reserved_bytes == 0
         assert meter.trace() is None
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.zeros(65 * MiB, dtype=torch.uint8)
-    with device.enforced() as meter:
-        assert meter.stats().peak_reserved_bytes == 0
-    device.release()
-
-
-def test_the_text_tells_fragmentation_as_that_of_cuda():
-    device = SimulatedDevice(gpu(), 64 * MiB)
-    with device.training():
         held = [torch.zeros(1280 * 1024, dtype=torch.uint8) for _ in range(48)]
         del held[::2]
         with pytest.raises(torch.OutOfMemoryError) as caught:
             torch.zeros(15 * MiB, dtype=torch.uint8)
-    assert is_fragmented(caught.value)
+        assert is_fragmented(caught.value)
+    with device.enforced() as meter:
+        assert meter.stats().peak_reserved_bytes == 0

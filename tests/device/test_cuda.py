@@ -28,33 +28,9 @@ def test_the_budget_comes_from_what_the_driver_has_free(fake: FakeCuda) -> None:
     assert (record.kind, record.name, record.total_bytes) == ("cuda", "Alpha", 24 * GiB)
     assert record.budget_source.startswith("20.0 GiB free (the CUDA driver) + 2.00 GiB held by this process")
     assert device.torch_device == torch.device("cuda:0")
-    assert device.gains_from_compile
-    assert device.optimizer_implementations() == ("default", "fused")
-
-
-@pytest.mark.parametrize(
-    ("capability", "native"),
-    [
-        ((6, 1), ("fp32",)),
-        ((7, 0), ("fp32", "fp16")),
-        ((8, 0), ("bf16", "fp32")),
-    ],
-)
-def test_16_bits_only_on_gpus_that_are_built_for_them(
-    fake: FakeCuda, capability: tuple[int, int], native: tuple[str, ...]
-) -> None:
-    fake.capability = capability
-    device = opened()
-    assert (device.compute_capability, device.native_precisions()) == (capability, native)
-
-
-def test_the_gpu_is_the_current_one_in_its_sessions(fake: FakeCuda) -> None:
-    """A tensor that a loss makes on ``cuda``, and an event, are then on the same GPU as the model."""
-    device = opened()
-    for session in (device.enforced, device.training):
-        with session():
-            assert fake.current == 0
-        assert fake.current == 7
+    assert device.native_precisions() == ("bf16", "fp32")
+    fake.capability = (7, 5)
+    assert opened().native_precisions() == ("fp32", "fp16")
 
 
 def test_cleaning_up_does_not_hide_the_error_that_lost_the_context(fake: FakeCuda) -> None:
@@ -81,16 +57,21 @@ def test_a_full_gpu_leaves_no_budget(fake: FakeCuda) -> None:
 
 
 def test_a_session_starts_empty_caps_and_restores_the_former_cap(fake: FakeCuda) -> None:
-    """Freed workspaces are cached blocks, and pinned memory may be that of a larger micro-batch."""
+    """Freed workspaces are cached blocks, and pinned memory may be that of a larger micro-batch.
+
+    A tensor that a loss makes on ``cuda``, and an event, are on the same GPU as the model.
+    """
     fake.allowed = former = 17 * GiB + 12_345
-    with opened().enforced() as meter:
-        assert fake.calls == ["clear", "unpin", "empty", f"allow {6 * GiB}", "reset"]
-        meter.mark("forward")
-    assert fake.allowed == former
-    assert fake.calls.count("empty") == 1
+    device = opened()
+    for session, expected in ((device.enforced, ["clear", "unpin", "empty"]), (device.training, [])):
+        fake.calls.clear()
+        with session():
+            assert fake.calls == [*expected, f"allow {6 * GiB}", "reset"]
+            assert fake.current == 0
+        assert (fake.allowed, fake.current) == (former, 7)
 
 
-@pytest.mark.parametrize("total", [8 * GiB, 15_843_721_216, 25_282_281_472, 85_174_976_512, 150_109_880_320])
+@pytest.mark.parametrize("total", [8 * GiB, 25_282_281_472, 150_109_880_320])
 def test_a_cap_allows_the_budget_to_the_byte_and_so_does_the_restored_one(fake: FakeCuda, total: int) -> None:
     """Of 25,282,281,472 bytes, the share of the first of these would lose a byte if it were set as read."""
     fake.total = total
@@ -104,23 +85,12 @@ def test_a_cap_allows_the_budget_to_the_byte_and_so_does_the_restored_one(fake: 
         assert fake.allowed == former
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (NvmlAbsent(reason="the driver is not loaded"), "the driver is not loaded"),
-        (gpu_reading(None), ""),
-    ],
-)
-def test_without_figures_of_nvml_the_other_processes_are_unknown(
-    fake: FakeCuda, answer: NvmlGpu | NvmlAbsent, words: str
-) -> None:
-    fake.nvml = lambda: answer
-    fake.driver_free = 10 * GiB
-    device = opened(None)
-    assert device.budget_bytes == 12 * GiB - int(1.2 * GiB)
-    record = device.describe()
-    assert record.other_processes_bytes is None
-    assert words in "".join(record.notes)
+def test_without_figures_of_nvml_the_other_processes_are_unknown(fake: FakeCuda) -> None:
+    for answer, words in ((NvmlAbsent(reason="no driver"), "no driver"), (gpu_reading(None), "")):
+        fake.nvml = lambda answer=answer: answer
+        record = opened(None).describe()
+        assert record.other_processes_bytes is None
+        assert words in "".join(record.notes)
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "of a container"])
@@ -252,7 +222,6 @@ def test_a_context_that_the_driver_refuses_is_one_line(
 
 def test_gpus_are_listed(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = visible_gpus()
-    expected = {"index": 0, "name": "Alpha", "uuid": "a1", "total_bytes": 24 * GiB, "capability": "8.9"}
-    assert found == expected
+    assert (found["index"], found["uuid"], found["capability"]) == (0, "a1", "8.9")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert visible_gpus() == []

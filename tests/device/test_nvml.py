@@ -7,14 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autobatch.core.units import GiB
-from autobatch.device import nvml
 
 ALPHA = "aaaa1111-0000-0000-0000-000000000000"
 BETA = "bbbb2222-0000-0000-0000-000000000000"
@@ -110,10 +108,3 @@ def test_an_error_of_the_driver_becomes_a_reason(answers: dict[str, Any], tmp_pa
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"not a library")
     (absent,) = ask("|read_gpus()", LD_LIBRARY_PATH=tmp_path)
     assert "Library Not Found" in absent["reason"]
-
-
-def test_a_wrong_module_of_that_name_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", types.ModuleType("pynvml"))
-    found = nvml.read_gpus()
-    assert isinstance(found, nvml.NvmlAbsent)
-    assert "nvmlInit" in found.reason

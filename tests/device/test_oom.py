@@ -12,15 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch import (
-    AutobatchError,
-    CheckpointError,
-    DoesNotFitError,
-    InputError,
-    Interrupted,
-    NonFiniteError,
-    RestartSmallerError,
-)
+from autobatch import DoesNotFitError, InputError, Interrupted, RestartSmallerError
 from autobatch.core.units import MiB
 from autobatch.device.oom import (
     Verdict,
@@ -168,31 +160,22 @@ def oom() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(CUDA_TEXT)
 
 
-def test_type_decides() -> None:
+def test_type_decides_then_text_on_runtime_errors_and_on_no_user_type() -> None:
     for verdict, error in BY_TYPE:
         assert classify(error) is verdict, repr(error)
+    for verdict, texts in BY_TEXT.items():
+        for text in texts:
+            assert classify(RuntimeError(text)) is verdict, text
+            assert classify(torch.AcceleratorError(text)) is verdict
+            assert classify(ValueError(text)) is Verdict.NONE
+            assert is_oom(RuntimeError(text)) is (verdict in {Verdict.DEVICE, Verdict.HOST, Verdict.FATAL})
 
 
-@pytest.mark.parametrize("verdict", BY_TEXT)
-def test_text_decides_on_runtime_errors_and_on_no_user_type(verdict: Verdict) -> None:
-    for text in BY_TEXT[verdict]:
-        assert classify(RuntimeError(text)) is verdict, text
-        assert classify(torch.AcceleratorError(text)) is verdict
-        assert classify(ValueError(text)) is Verdict.NONE
-        assert is_oom(RuntimeError(text)) is (verdict in {Verdict.DEVICE, Verdict.HOST, Verdict.FATAL})
-
-
-@pytest.mark.parametrize(
-    "kind", [DoesNotFitError, RestartSmallerError, InputError, CheckpointError, NonFiniteError]
-)
-def test_own_errors_are_never_out_of_memory(kind: type[AutobatchError]) -> None:
-    error = chained(kind(CUDA_TEXT), oom())
-    assert classify(error) is Verdict.NONE
-    assert classify(chained(RuntimeError("the caller's"), error)) is Verdict.NONE
-    assert first_line(error) == first_line(RuntimeError(CUDA_TEXT))
-
-
-def test_signals_while_memory_runs_out_stay_signals() -> None:
+def test_errors_on_purpose_and_signals_are_never_out_of_memory() -> None:
+    for error in (DoesNotFitError(CUDA_TEXT), InputError(CUDA_TEXT), RestartSmallerError(CUDA_TEXT)):
+        chained(error, oom())
+        assert classify(error) is Verdict.NONE
+        assert classify(chained(RuntimeError("the caller's"), error)) is Verdict.NONE
     for stop in (KeyboardInterrupt(), SystemExit(1), Interrupted("stopped", signal_number=15)):
         assert classify(chained(stop, oom(), by="__context__")) is Verdict.NONE
 
@@ -206,19 +189,14 @@ def test_chain_is_walked_as_a_traceback_prints_it() -> None:
     # The cause stands instead of the context.
     explained = chained(KeyError("step"), oom(), by="__context__")
     assert classify(chained(explained, ValueError("the cause"))) is Verdict.NONE
-
-
-def test_deep_chain_and_cycle_end() -> None:
     errors: list[Exception] = [ValueError(str(depth)) for depth in range(2000)]
-    assert classify(chained(*errors)) is Verdict.NONE
     assert classify(chained(*errors, MemoryError())) is Verdict.HOST
     first = RuntimeError("first")
     assert classify(chained(first, RuntimeError("second"), first)) is Verdict.NONE
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner", "verdict"),
-    [
+def test_heaviest_link_decides() -> None:
+    for outer, inner, verdict in (
         (CUDA_TEXT, "CUDA error: out of memory", Verdict.FATAL),
         ("CUDA error: out of memory", CUDA_TEXT, Verdict.FATAL),
         ("could not create a primitive", "std::bad_alloc", Verdict.HOST),
@@ -226,10 +204,10 @@ def test_deep_chain_and_cycle_end() -> None:
         # A dead context is dead, whatever led to it.
         ("CUDA error: an illegal memory access was encountered", CUDA_TEXT, Verdict.NONE),
         (CUDA_TEXT, "CUDA error: device-side assert triggered", Verdict.NONE),
-    ],
-)
-def test_heaviest_link_decides(outer: str, inner: str, verdict: Verdict) -> None:
-    assert classify(chained(RuntimeError(outer), RuntimeError(inner), by="__context__")) is verdict
+    ):
+        assert classify(chained(RuntimeError(outer), RuntimeError(inner), by="__context__")) is verdict
+    # Only torch can say that the context is dead.
+    assert classify(chained(ValueError("CUDA error: device-side assert triggered"), oom())) is Verdict.DEVICE
 
 
 def test_a_lost_context_is_ignored_while_cleaning_up_and_nothing_else() -> None:
@@ -237,7 +215,6 @@ def test_a_lost_context_is_ignored_while_cleaning_up_and_nothing_else() -> None:
     for said in (
         "an illegal memory access was encountered",
         "the launch timed out and was terminated",
-        "operation not supported on global/shared address space",
         "uncorrectable NVLink error detected during the execution",
     ):
         error = RuntimeError(f"CUDA error: {said}{HINT}")
@@ -247,13 +224,10 @@ def test_a_lost_context_is_ignored_while_cleaning_up_and_nothing_else() -> None:
     for other in (RuntimeError("CUDA error: invalid argument"), oom()):
         with pytest.raises(type(other)), lost_context_ignored():
             raise other
-    # Only torch can say that the context is dead.
-    assert classify(chained(ValueError("CUDA error: device-side assert triggered"), oom())) is Verdict.DEVICE
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
+def test_first_line() -> None:
+    for error, line in (
         (RuntimeError("CUDA error: out of memory" + HINT), "CUDA error: out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried …"), "CUDA out of memory. Tried …"),
         (MemoryError(), "MemoryError"),
@@ -263,71 +237,54 @@ def test_a_lost_context_is_ignored_while_cleaning_up_and_nothing_else() -> None:
         (Unprintable(), "Unprintable"),
         # The link that ran out.
         (chained(RuntimeError("the step failed"), RuntimeError("std::bad_alloc")), "std::bad_alloc"),
-    ],
-)
-def test_first_line(error: BaseException, line: str) -> None:
-    assert first_line(error) == line
+    ):
+        assert first_line(error) == line
     assert len(first_line(chained(RuntimeError("the step failed"), oom()))) <= 240
 
 
-@pytest.mark.parametrize(
-    ("asked", "idle", "expected", "requested"),
-    [
+def test_memory_is_fragmented_if_less_was_asked_for_than_lies_idle() -> None:
+    for asked, idle, expected, requested in (
         ("20.00 MiB", "23.00 MiB", True, 20 * MiB),
         ("20.00 MiB", "19.99 MiB", False, 20 * MiB),
         ("512 bytes", "4.00 KiB", True, 512),
         ("1.20 GiB", "900.00 MiB", False, 1.2 * 1024 * MiB),
-    ],
-)
-def test_memory_is_fragmented_if_less_was_asked_for_than_lies_idle(
-    asked: str, idle: str, expected: bool, requested: float
-) -> None:
-    text = (
-        f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 14.56 GiB of which "
-        f"4.00 MiB is free. Of the allocated memory 9.00 MiB is allocated by PyTorch, and {idle} is reserved "
-        "by PyTorch but unallocated. If reserved but unallocated memory is large try setting …"
-    )
-    error = chained(RuntimeError("backward failed"), torch.OutOfMemoryError(text))
-    assert is_fragmented(error) is expected
-    assert requested < (requested_bytes(error) or 0) < 1.02 * requested
-    assert not is_fragmented(ValueError(text))
+    ):
+        text = (
+            f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 14.56 GiB of "
+            f"which 4.00 MiB is free. Of the allocated memory 9.00 MiB is allocated by PyTorch, and {idle} "
+            "is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting …"
+        )
+        error = chained(RuntimeError("backward failed"), torch.OutOfMemoryError(text))
+        assert is_fragmented(error) is expected
+        assert requested < (requested_bytes(error) or 0) < 1.02 * requested
+        assert not is_fragmented(ValueError(text))
     assert requested_bytes(MemoryError()) is None
-
-
-def allocate_too_much(pipe: int) -> None:
-    """Allocate 512 MiB where 64 MiB more may be mapped, and write to a pipe what is raised."""
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + (64 << 20), resource.RLIM_INFINITY))
-    try:
-        torch.empty(512 << 20, dtype=torch.uint8)
-    except Exception as error:
-        found = f"{type(error).__name__} {classify(error).name} {'DefaultCPUAllocator' in str(error)}"
-        os.write(pipe, found.encode())
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS and /proc/self/statm (Linux)")
 def test_real_allocator_error_of_torch_under_an_address_space_limit() -> None:
-    readable, writable = os.pipe()
+    """Allocate 512 MiB where 64 MiB more may be mapped."""
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
-            allocate_too_much(writable)
+            mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + (64 << 20), resource.RLIM_INFINITY))
+            torch.empty(512 << 20, dtype=torch.uint8)
+        except RuntimeError as error:
+            code = 0 if classify(error) is Verdict.HOST and "DefaultCPUAllocator" in str(error) else 2
         finally:
-            os._exit(0)
-    os.close(writable)
-    with os.fdopen(readable) as said:
-        assert said.read() == "RuntimeError HOST True"
-    os.waitpid(pid, 0)
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_memory_that_runs_out_in_a_named_part_is_one_error_and_others_pass() -> None:
     with (
-        pytest.raises(DoesNotFitError, match=r"out of memory while it was built: MemoryError\. Free") as told,
+        pytest.raises(DoesNotFitError, match="out of memory while it was built: MemoryError"),
         memory_named("it was built"),
     ):
         raise MemoryError
-    assert told.value.exit_code == 3
     for error in (KeyError("x"), DoesNotFitError("its own"), InputError("out of memory slots")):
         with pytest.raises(type(error)) as same, memory_named("it was built"):
             raise error

@@ -12,23 +12,17 @@ import pytest
 from autobatch import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.units import GiB, MiB
-from autobatch.device.profiles import (
-    Figure,
-    data_home,
-    format_profile,
-    list_profiles,
-    load_profile,
-    save_or_explain,
-)
+from autobatch.device.profiles import data_home, format_profile, list_profiles, load_profile, save_or_explain
 from tests.support.hardware import a_profile
 
 SHIPPED = sorted((Path(__file__).parents[2] / "profiles").glob("*.toml"))
 UNITS = {
-    "multiprocessors": "count",
-    "memory_bandwidth": "B/s",
     "dense_bf16": "FLOP/s",
     "dense_fp16": "FLOP/s",
+    "memory_bandwidth": "B/s",
+    "multiprocessors": "count",
 }
+WHOLE = format_profile(a_profile())
 
 
 def test_the_shipped_profiles_are_whole_and_sane():
@@ -62,20 +56,14 @@ def test_an_unknown_name_lists_the_nearest_and_all(asked, message):
         load_profile(asked)
 
 
-WHOLE = format_profile(a_profile())
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("schema = ", "is not TOML"),
         ('title = "\xe9"', "is not TOML"),  # not UTF-8
         ("schema = 2\n", r"Invalid .* 2.*\$\.schema"),
-        ("schema = 1\n", "missing required field"),
         (WHOLE + "[contxt]\nvalue = 1\n", "unknown field `contxt`"),
         (WHOLE.replace("value = 8589934592", 'value = "8 GiB"'), r"\$\.total\.value"),
         (WHOLE.replace('"8.6"', '"8"'), r"\$\.compute_capability"),
-        (WHOLE.replace('source = "a test"\n', ""), "`source`"),
         (WHOLE.replace("2026-11-21", "yesterday"), r"\$\.total\.date"),
     ],
 )
@@ -98,22 +86,15 @@ def test_profiles_are_shipped_in_the_package_and_not_beside_an_installed_one(tmp
 
 
 def test_what_is_written_reads_back_equal(tmp_path):
-    count = Figure(value=2, unit="count", source="a test", date="2026-11-21", measured=False)
-    awkward = a_profile(
-        title='A "GPU"\n\t\\ ü \x7f', device_names=("a,b", "c]"), context=None, multiprocessors=count
-    )
+    awkward = a_profile(title='A "GPU"\n\t\\ ü \x7f', device_names=("a,b", "c]"), context=None)
     file = write_atomic(tmp_path / "mine.toml", format_profile(awkward).encode())
     assert load_profile(str(file)) == awkward
     assert awkward.context_bytes == 512 * MiB
 
 
-def test_a_home_that_is_not_writable_is_named(tmp_path):
+def test_the_home_is_chosen_by_the_environment_and_named_if_it_is_not_writable(tmp_path):
+    assert data_home({"AUTOBATCH_HOME": str(tmp_path)}) == tmp_path
+    assert data_home({"AUTOBATCH_HOME": ""}).name == data_home({}).name == "autobatch"
     home = write_atomic(tmp_path / "file", b"") / "home"  # below a file, where even root cannot write
     with pytest.raises(InputError, match=rf"{home.name}.* cannot be written: .*AUTOBATCH_HOME"):
         save_or_explain(home / "limit", b"")
-
-
-def test_the_home_is_chosen_by_the_environment(tmp_path):
-    assert data_home({"AUTOBATCH_HOME": str(tmp_path)}) == tmp_path
-    assert data_home({"AUTOBATCH_HOME": ""}).name == "autobatch"
-    assert data_home({}).name == "autobatch"
