@@ -252,7 +252,7 @@ def test_memory_is_fragmented_if_less_was_asked_for_than_lies_idle() -> None:
         text = (
             f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 14.56 GiB of "
             f"which 4.00 MiB is free. Of the allocated memory 9.00 MiB is allocated by PyTorch, and {idle} "
-            "is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting …"
+            "is reserved by PyTorch but unallocated. If that is large try setting …"
         )
         error = chained(RuntimeError("backward failed"), torch.OutOfMemoryError(text))
         assert is_fragmented(error) is expected
