@@ -7,7 +7,6 @@ import datetime
 import os
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -74,20 +73,6 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Write a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-class Findings:
-    """Outcomes of attacks, counted by their kind, and the faults in one line each."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, Counter[str]] = {}
-        self.faults: list[str] = []
-
-    def add(self, kind: str, outcome: str, fault: str = "") -> None:
-        """Count an outcome, and note what is wrong with it."""
-        self.counts.setdefault(kind, Counter())[outcome] += 1
-        if fault:
-            self.faults.append(f"{kind}: {fault}")
 
 
 def in_turn(

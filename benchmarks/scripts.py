@@ -1,6 +1,6 @@
 """Public training scripts, unchanged but for their flags and made-up data: what fits, and whether it is so.
 
-    python -m tests.stub_gpu -- python -m benchmarks.scripts --checkouts FOLDER [--only NAME …]
+    python -m tests.stub_gpu -- python -m benchmarks.scripts FOLDER [--only NAME …]
 
 FOLDER has a clone of each repository, as ``OWNER+NAME``, at the commit that `SCRIPTS` names. torchvision,
 timm and wandb must be installed. For each script `autobatch probe` searches. Then the script runs without
@@ -10,7 +10,6 @@ at one more, where it must not.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import runpy
@@ -95,12 +94,18 @@ EXAMPLES = ("pytorch/examples", "77f55b912142")
 GPT_FLAGS = (
     "--dataset=made-up --compile=False --eval_iters=1 --block_size=256 --gradient_accumulation_steps=2"
 )
+RANKS = "torchrun --standalone --nproc_per_node=2 train.py --backend=gloo"
+MINGPT = ("karpathy/minGPT", "37baab71b9ab", "projects/adder")
+TIMM = ("huggingface/pytorch-image-models", "aa4b5850c154", ".")
+TIMM_WORDS = "python train.py --data-dir made-up --num-classes 2 -j 1 -b {} --model"
+BF16 = "--amp --amp-dtype bfloat16"
+UNET = ("milesial/Pytorch-UNet", "21d7850f2af3", ".")
 SCRIPTS = (
     Script("nanoGPT", *NANOGPT, f"python train.py {GPT_FLAGS} --batch_size={{}}", 4, tokens),
     Script(
         "nanoGPT, 2 ranks",
         *NANOGPT,
-        f"torchrun --standalone --nproc_per_node=2 train.py {GPT_FLAGS} --backend=gloo --batch_size={{}}",
+        f"{RANKS} {GPT_FLAGS} --batch_size={{}}",
         4,
         tokens,
     ),
@@ -110,62 +115,15 @@ SCRIPTS = (
     Script("VAE", *EXAMPLES, "vae", "python main.py --batch-size {}", 0.5, digits),
     Script("MNIST", *EXAMPLES, "mnist", "python main.py --batch-size {}", 1, digits),
     Script("Siamese", *EXAMPLES, "siamese_network", "python main.py --batch-size {}", 1, digits),
-    Script(
-        "minGPT adder",
-        "karpathy/minGPT",
-        "37baab71b9ab",
-        "projects/adder",
-        "python adder.py --trainer.batch_size={}",
-        1,
-        module_path=".",
-    ),
-    Script(
-        "timm ResNet-50",
-        "huggingface/pytorch-image-models",
-        "aa4b5850c154",
-        ".",
-        "python train.py --data-dir made-up --model resnet50 --num-classes 2 -j 1 -b {} --opt adamw",
-        4,
-        pictures,
-    ),
-    Script(
-        "timm ViT-S, bf16",
-        "huggingface/pytorch-image-models",
-        "aa4b5850c154",
-        ".",
-        "python train.py --data-dir made-up --model vit_small_patch16_224 --num-classes 2 -j 1 -b {} "
-        "--opt adamw --amp --amp-dtype bfloat16",
-        4,
-        pictures,
-    ),
-    Script(
-        "U-Net",
-        "milesial/Pytorch-UNet",
-        "21d7850f2af3",
-        ".",
-        "python train.py --scale 1 --batch-size {}",
-        2,
-        masked_pictures,
-    ),
+    Script("minGPT adder", *MINGPT, "python adder.py --trainer.batch_size={}", 1, module_path="."),
+    Script("timm ResNet-50", *TIMM, f"{TIMM_WORDS} resnet50 --opt adamw", 4, pictures),
+    Script("timm ViT-S, bf16", *TIMM, f"{TIMM_WORDS} vit_small_patch16_224 --opt adamw {BF16}", 4, pictures),
+    Script("U-Net", *UNET, "python train.py --scale 1 --batch-size {}", 2, masked_pictures),
 )
 
 
-class Measured(NamedTuple):
-    """A row of the table."""
-
-    script: Script
-    micro_batch: int
-    runs: int
-    errors: int
-    seconds: float
-    runs_plainly: bool
-    """True if a plain run at the answer takes its steps."""
-    more_runs: bool
-    """True if one at a larger size by one does."""
-
-
-def measure(script: Script, checkouts: Path) -> Measured:
-    """Search with autobatch, and run the script without it at the answer and at one more."""
+def measure(script: Script, checkouts: Path) -> list[object]:
+    """Search with autobatch, and run the script without it at the answer and at one more; return a row."""
     clone = checkouts / script.repository.replace("/", "+")
     commit = subprocess.check_output(["git", "-C", clone, "rev-parse", "HEAD"], text=True).strip()
     if not commit.startswith(script.commit):
@@ -177,21 +135,15 @@ def measure(script: Script, checkouts: Path) -> Measured:
     variables = {**os.environ, "PYTHONPATH": path, "WANDB_MODE": "disabled"}
     start = time.monotonic()
     line = [sys.executable, "-m", "autobatch", "probe", "--json", "--memory-budget", str(budget)]
-    done = subprocess.run(
-        [*line, "--", *script.words.split()],
-        cwd=folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    seconds, found = time.monotonic() - start, json.loads(done.stdout)
+    said = subprocess.check_output([*line, "--", *script.words.split()], cwd=folder, env=variables)
+    seconds, found = time.monotonic() - start, json.loads(said)
     probe = found["probe"]
     fraction = (budget + 0.5) / found["device"]["total_bytes"]  # torch truncates
     variables["PYTORCH_ALLOC_CONF"] = f"per_process_memory_fraction:{fraction!r}"
     size = probe["micro_batch"]
-    plainly = [runs_plainly(script, each, folder, variables) for each in (size, size + 1)]
-    return Measured(script, size, len(probe["attempts"]), probe["oom_count"], seconds, *plainly)
+    plainly = [("no", "yes")[runs_plainly(script, each, folder, variables)] for each in (size, size + 1)]
+    counts = (len(probe["attempts"]), probe["oom_count"], f"{seconds:.0f}")
+    return [script.name, f"{script.budget_gib:g} GiB", f"{size:,}", *plainly, *counts]
 
 
 def runs_plainly(script: Script, size: int, folder: Path, variables: dict[str, str]) -> bool:
@@ -223,30 +175,27 @@ def take_steps(words: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkouts", type=Path, required=True, help="folder of the clones")
-    parser.add_argument("--only", nargs="+", help="names of scripts")
-    options = parser.parse_args()
-    print("| script | budget | largest | it runs | one more runs | runs | errors | seconds |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    """Print a row for each script."""
+    options = arguments(__doc__, checkouts=Path, only=[script.name for script in SCRIPTS])
+    rows = []
     for script in SCRIPTS:
-        if options.only and script.name not in options.only:
-            continue
-        try:
-            row = measure(script, options.checkouts.resolve())
-        except subprocess.CalledProcessError as error:
-            print(f"| {script.name} | exit code {error.returncode} | | | | | | |", flush=True)
-            continue
-        yes = ["no", "yes"]
-        print(
-            f"| {script.name} | {script.budget_gib:g} GiB | {row.micro_batch:,} | {yes[row.runs_plainly]} | "
-            f"{yes[row.more_runs]} | {row.runs} | {row.errors} | {row.seconds:.0f} |",
-            flush=True,
+        if script.name in options.only:
+            try:
+                rows.append(measure(script, options.checkouts.resolve()))
+            except subprocess.CalledProcessError as error:
+                rows.append([script.name, f"exit code {error.returncode}", *[""] * 6])
+            print(*rows[-1], flush=True)
+    print(
+        markdown(
+            ("script", "budget", "largest", "it runs", "one more runs", "runs", "errors", "seconds"), rows
         )
+    )
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["steps"]:
         take_steps(sys.argv[2:])
     else:
+        from benchmarks.report import arguments, markdown
+
         main()

@@ -6,9 +6,8 @@ A dataset repeats a few samples, because their creation is not measured. Every c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +45,12 @@ class PackedLstm(nn.Module):
         return self.head(self.body(packed)[1][0][-1])
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A workload, the budgets under which its limit is found, and options of the probe."""
 
     make: Callable[[], Workload]
     budgets_mib: tuple[int, int]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any]
 
 
 class Few:
@@ -72,14 +70,7 @@ class Decoder(nn.Module):
     """A decoder whose head is its embedding; with ``recompute``, activations are computed twice."""
 
     def __init__(
-        self,
-        width: int,
-        layers: int,
-        heads: int,
-        *,
-        words: int = WORDS,
-        length: int = 256,
-        recompute: bool = False,
+        self, width: int, layers: int, heads: int, *, words: int = WORDS, length: int = 256, recompute=False
     ) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
@@ -128,9 +119,8 @@ class Patches(nn.Module):
     def __init__(self, width: int = 384, layers: int = 6) -> None:
         super().__init__()
         self.cut = nn.Conv2d(3, width, 16, 16)
-        layer = nn.TransformerEncoderLayer(
-            width, 6, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
+        given = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer(width, 6, 4 * width, **given)
         self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 1000)
 
@@ -151,9 +141,8 @@ class Bottleneck(nn.Module):
         )  # fmt: skip
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            resized = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(resized, nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.relu(self.body(x) + self.shortcut(x))
@@ -172,13 +161,8 @@ def resnet50() -> nn.Module:
 
 def residual_net(channels: int = 64, blocks: int = 4) -> nn.Module:
     body = [Residual(channels) for _ in range(blocks)]
-    return nn.Sequential(
-        nn.Conv2d(3, channels, 3, padding=1),
-        *body,
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(channels, 10),
-    )
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+    return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), *body, *head)
 
 
 def plain_conv() -> nn.Module:
@@ -224,9 +208,8 @@ def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": 256, "d_ff": 512, "num_layers": 3, "num_heads": 4, "d_kv": 64}
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=WORDS, decoder_start_token_id=0, pad_token_id=0, **sizes)
-    )
+    ids = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, **ids, **sizes))
 
 
 # ---- Data and losses ----
@@ -275,8 +258,7 @@ def next_token(model: nn.Module, batch: Any) -> Tensor:
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 # ---- The cases ----
@@ -311,43 +293,34 @@ def case(
 
 text = partial(texts, 256)
 decoder = partial(Decoder, 512, 8, 8)
+length = {"size_of": lambda sample: len(sample[0])}
+gpt_124m = partial(Decoder, 768, 12, 12, words=50257, length=512)
+MIB = {"gpt": (1500, 4096), "residual": (400, 1200)}
+FP16, FP32 = {"precision": "fp16"}, {"precision": "fp32"}
 CASES: dict[str, Case] = {
     "mlp": case(partial(wide, True), partial(vectors, 512, 100), (230, 260)),
     "mlp-no-bias": case(partial(wide, False), partial(vectors, 512, 100), (210, 300)),
-    "mlp-sgd-fp32": case(
-        mlp(2048, 6, 1024), partial(vectors, 1024), (512, 900), optimizer=sgd, precision="fp32"
-    ),
+    "mlp-sgd-fp32": case(mlp(2048, 6, 1024), partial(vectors, 1024), (512, 900), optimizer=sgd, **FP32),
     "mlp-normed": case(normed, partial(vectors, 1024), (300, 700)),
     "experts": case(partial(Experts, 512, 16), partial(vectors, 512), (200, 500)),
     "contrastive": case(mlp(1024, 4, 512), partial(vectors, 512), (300, 900), contrast),
     "conv": case(plain_conv, partial(images, 32), (300, 900)),
-    "residual": case(residual_net, partial(images, 32), (400, 1200)),
-    "residual-fp16": case(residual_net, partial(images, 32), (400, 1200), precision="fp16"),
+    "residual": case(residual_net, partial(images, 32), MIB["residual"]),
+    "residual-fp16": case(residual_net, partial(images, 32), MIB["residual"], **FP16),
     "resnet-50": case(resnet50, partial(images, 224, 1000), (3072, 8192)),
     "u-net": case(partial(UNet, 32), partial(images, 128), (800, 24576), reconstruct),
-    "autoencoder": case(autoencoder, partial(images, 64), (400, 1500), reconstruct, precision="fp32"),
+    "autoencoder": case(autoencoder, partial(images, 64), (400, 1500), reconstruct, **FP32),
     "vision-transformer": case(Patches, partial(images, 224, 1000), (900, 3000)),
-    "gpt": case(decoder, text, (1500, 4096), next_token),
-    "gpt-fused": case(decoder, text, (1500, 4096), next_token, optimizer=fused),
-    "gpt-one-by-one-fp32": case(
-        decoder, text, (1500, 4096), next_token, optimizer=one_by_one, precision="fp32"
-    ),
-    "gpt-fp16": case(decoder, text, (1500, 4096), next_token, precision="fp16"),
+    "gpt": case(decoder, text, MIB["gpt"], next_token),
+    "gpt-fused": case(decoder, text, MIB["gpt"], next_token, optimizer=fused),
+    "gpt-one-by-one-fp32": case(decoder, text, MIB["gpt"], next_token, optimizer=one_by_one, **FP32),
+    "gpt-fp16": case(decoder, text, MIB["gpt"], next_token, **FP16),
     "gpt-checkpointed": case(partial(decoder, recompute=True), text, (1200, 3000), next_token),
-    "gpt-ragged": case(
-        decoder, partial(ragged, 256), (1500, 4096), next_token, collate=pad, size_of=lambda one: len(one[0])
-    ),
-    "gpt-124m": case(
-        partial(Decoder, 768, 12, 12, words=50257, length=512),
-        partial(texts, 512, 50257),
-        (6144, 16384),
-        next_token,
-    ),
+    "gpt-ragged": case(decoder, partial(ragged, 256), MIB["gpt"], next_token, collate=pad, **length),
+    "gpt-124m": case(gpt_124m, partial(texts, 512, 50257), (6144, 16384), next_token),
     "encoder-masked": case(MaskedEncoder, text, (700, 2000), next_token),
     "lstm": case(Recurrent, partial(texts, 64), (500, 1500), next_token),
-    "packed-lstm": case(
-        PackedLstm, series, (160, 400), collate=pack, size_of=lambda one: len(one[0]), precision="fp32"
-    ),
+    "packed-lstm": case(PackedLstm, series, (160, 400), collate=pack, **length, **FP32),
     "llama": case(llama, partial(inputs, 256), (700, 3000), own_loss),
     "bert": case(bert, partial(inputs, 128), (500, 2000), own_loss),
     "t5": case(t5, partial(inputs, 128), (500, 2000), own_loss),

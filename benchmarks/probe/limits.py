@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
+import autobatch
 from autobatch import Workload
 from autobatch.core.options import Options
 from autobatch.device.base import Device
@@ -86,6 +91,29 @@ class Limit:
                 for size in range(max(1, answer - NEIGHBOURS), min(self.cap, answer + NEIGHBOURS) + 1):
                     self.fits(setup, size)
         return max((size for size, fits in self.known.items() if fits), default=0)
+
+
+class Answer(NamedTuple):
+    """The answer of a finder."""
+
+    found: int
+    runs: int
+    ooms: int
+    seconds: float
+
+
+def by_autobatch(limit: Limit) -> Answer:
+    """Probe as a user does, without saved limits."""
+    start = time.perf_counter()
+    given = {"device": limit.device, "memory_budget": limit.budget}
+    with tempfile.TemporaryDirectory() as home, mock.patch.dict(os.environ, AUTOBATCH_HOME=home):
+        try:
+            probe = autobatch.probe(limit.workload, progress=False, **given)
+        except autobatch.DoesNotFitError:
+            return Answer(0, 1, 1, time.perf_counter() - start)
+    # Of the most expensive samples alone, as for every finder; those of the run may let more fit.
+    found = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
+    return Answer(found, len(probe.attempts), probe.oom_count, time.perf_counter() - start)
 
 
 def bisected(fits, cap: int) -> int:

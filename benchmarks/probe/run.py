@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.probe.finders import by_autobatch, finders
-from benchmarks.probe.limits import BUDGETS, Limit, workload_of
+from benchmarks.probe.finders import finders
+from benchmarks.probe.limits import BUDGETS, Limit, by_autobatch, workload_of
 from benchmarks.report import arguments, markdown, save
 
 LIGHTNING = ("mlp-heavy", "conv", "resnet-bn", "gpt", "gpt-ragged", "lstm", "contrastive")

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import arguments, markdown
-from tests.support.hosts import INTERFACE, TwoHosts, torchrun, two_hosts
+from tests.support.hosts import INTERFACE, torchrun, two_hosts
 
 STEPS_OF_TRY, CHECKPOINT_EVERY = 200, 5
 UNDISTURBED_S, STOPPED_S = 10, 40
@@ -87,9 +87,7 @@ class Run:
         hosts: on which it runs; None for this machine.
     """
 
-    def __init__(
-        self, folder: Path, steps: int, ranks: int, timeout_s: float, hosts: TwoHosts | None = None
-    ) -> None:
+    def __init__(self, folder: Path, steps: int, ranks: int, timeout_s: float, hosts: Any) -> None:
         folder.mkdir()
         (folder / "work.py").write_text(WORKLOAD.replace("TIMEOUT", str(timeout_s)))
         self.folder, self.ranks, self.timeout_s, self.hosts = folder, ranks, timeout_s, hosts
@@ -118,13 +116,10 @@ class Run:
         if self.hosts is not None:
             environ = {**self._environ, "GLOO_SOCKET_IFNAME": INTERFACE}
             return [self.hosts.start(host, torchrun(*words), self.folder, environ) for host in range(2)]
-        command = [sys.executable, *words, *(["--ranks", str(self.ranks)] if self.ranks > 1 else [])]
+        command = [sys.executable, *words, "--ranks", str(self.ranks)]
         with (self.folder / "host0.err").open("w") as err:
-            return [
-                subprocess.Popen(
-                    command, cwd=self.folder, env=self._environ, stdout=err, stderr=err, text=True
-                )
-            ]
+            where = {"cwd": self.folder, "env": self._environ, "stdout": err, "stderr": err}
+            return [subprocess.Popen(command, text=True, **where)]
 
     def said(self) -> str:
         """Return what the processes have printed."""
@@ -135,10 +130,12 @@ class Run:
         (self.folder / "slow").touch()
         before, launchers = self.newest, self.start()
         pids = [self.folder / f"pid-{rank}" for rank in range(self.ranks)]
+
+        def trains() -> bool:
+            return self.newest > before and all(path.exists() and path.read_text() for path in pids)
+
         try:
-            wait_for(
-                lambda: self.newest > before and all(path.exists() and path.read_text() for path in pids), 120
-            )
+            wait_for(trains, 120)
         except TimeoutError:
             raise RuntimeError(self.said()[-3000:]) from None
         of_rank = [int(path.read_text()) for path in pids]
@@ -149,10 +146,8 @@ class Run:
             (self.folder / "slow-save").touch()
             wait_for((self.folder / "saving").exists, 60)
         since = time.monotonic()
-        if kind == "kill":
-            os.kill(of_rank[target], signal.SIGKILL)
-        elif kind in ("stop", "lonely"):
-            os.kill(of_rank[target], signal.SIGSTOP)
+        if kind in (signals := {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "lonely": signal.SIGSTOP}):
+            os.kill(of_rank[target], signals[kind])
         elif kind == "hang":
             (self.folder / f"hang-{target}").touch()
         elif kind == "term":
@@ -189,7 +184,7 @@ class Run:
             "ranks": self.ranks,
             "undisturbed_s": max(gone.get(r, 999.0) for r in range(self.ranks) if r not in disturbed),
             "disturbed_s": max((gone.get(rank, 999.0) for rank in disturbed), default=None),
-            "named": any(f"rank {target}" in line for line in lines) if disturbed else None,
+            "not_named": bool(disturbed) and not any(f"rank {target}" in line for line in lines),
             "lost": self.newest < acknowledged,
             "load": round(os.getloadavg()[0], 1),
             "lines": lines,
@@ -225,40 +220,18 @@ def table(tries: list[dict[str, Any]]) -> str:
     rows = []
     for kind in dict.fromkeys(seen["kind"] for seen in tries):
         own = [seen for seen in tries if seen["kind"] == kind]
-        rows.append(
-            (
-                kind,
-                len(own),
-                max(seen["undisturbed_s"] for seen in own),
-                max((seen["disturbed_s"] for seen in own if seen["disturbed_s"] is not None), default="-"),
-                sum(seen["late"] for seen in own),
-                sum(seen["named"] is False for seen in own),
-                sum(seen["lost"] for seen in own),
-            )
-        )
-    head = (
-        "disturbance",
-        "tries",
-        "others gone, s",
-        "itself gone, s",
-        "late",
-        "not named",
-        "lost checkpoints",
-    )
-    return markdown(head, rows)
+        others = max(seen["undisturbed_s"] for seen in own)
+        itself = max((seen["disturbed_s"] for seen in own if seen["disturbed_s"] is not None), default="-")
+        faults = (sum(seen[fault] for seen in own) for fault in ("late", "not_named", "lost"))
+        rows.append((kind, len(own), others, itself, *faults))
+    waits = ("others gone, s", "itself gone, s")
+    return markdown(("disturbance", "tries", *waits, "late", "not named", "lost checkpoints"), rows)
 
 
 def main() -> int:
     """Disturb a run as often as asked, and return 1 if something did not hold."""
-    given = arguments(
-        __doc__,
-        ranks=2,
-        tries=10,
-        timeout=5.0,
-        kinds=["kill", "stop", "hang", "save", "lonely", "term", "launcher", "cut", "loss"],
-        seed=1,
-        hosts=False,
-    )
+    kinds = ["kill", "stop", "hang", "save", "lonely", "term", "launcher", "cut", "loss"]
+    given = arguments(__doc__, ranks=2, tries=10, timeout=5.0, kinds=kinds, seed=1, hosts=False)
     kinds = [kind for kind in given.kinds for _ in range(given.tries)]
     ranks, draw, tries = 2 if given.hosts else given.ranks, random.Random(given.seed), list[dict[str, Any]]()
     steps = STEPS_OF_TRY * (len(kinds) + 1)
@@ -275,7 +248,7 @@ def main() -> int:
         print(table(tries), flush=True)
         weights = run.finish()
         whole = Run(Path(name, "whole"), steps, ranks, given.timeout, hosts).finish()
-    failed = sum(bool(seen["late"] or seen["lost"] or seen["named"] is False) for seen in tries)
+    failed = sum(seen["late"] or seen["lost"] or seen["not_named"] for seen in tries)
     print(json.dumps({"failed": failed, "same bits": weights == whole}))
     return int(failed > 0 or weights != whole)
 

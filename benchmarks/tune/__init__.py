@@ -1,1 +1,0 @@
-"""Benchmarks of tuning: its result, its gain and its cost."""
