@@ -120,19 +120,15 @@ class PythonGpu:
             "current_device": lambda: 0,
             "synchronize": lambda *_: self._initialize(),
             "get_device_properties": lambda *_: properties,
-            "is_bf16_supported": lambda *_, **__: True,
             "memory_allocated": lambda *_: self.used_bytes,
-            "max_memory_allocated": lambda *_: self.peak_bytes,
             "memory_reserved": lambda *_: self.used_bytes,
             "memory_stats_as_nested_dict": lambda *_: self._stats(),
             "reset_peak_memory_stats": lambda *_: setattr(self, "peak_bytes", self.used_bytes),
             "empty_cache": lambda: None,
             "mem_get_info": lambda *_: (self.total_bytes - self.used_bytes, self.total_bytes),
-            "set_per_process_memory_fraction": lambda share, *_: self._allow(int(share * self.total_bytes)),
+            "set_per_process_memory_fraction": self._allow,
             "get_per_process_memory_fraction": lambda *_: self.allowed_bytes / self.total_bytes,
             "get_allocator_backend": lambda: "native",
-            "set_sync_debug_mode": lambda _: None,
-            "_sleep": lambda _: None,
             # Its random numbers are those of the CPU.
             "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
             "set_rng_state_all": lambda _: None,
@@ -144,8 +140,8 @@ class PythonGpu:
     def _initialize(self) -> None:
         self.is_initialized = True
 
-    def _allow(self, limit_bytes: int) -> None:
-        self.allowed_bytes = limit_bytes
+    def _allow(self, share: float, _: int) -> None:
+        self.allowed_bytes = int(share * self.total_bytes)
 
     def _stats(self) -> dict[str, Any]:
         figures = {"all": {"current": self.used_bytes, "peak": self.peak_bytes}}
@@ -172,7 +168,6 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
             stack.enter_context(patch.object(torch.cuda, name, function))
         # A device records nothing with this option, so that predictions come from peaks.
         stack.enter_context(patch.dict("os.environ", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512"))
-        stack.enter_context(patch.object(torch, "Event", _Event))
         # A build for CUDA would let the driver pin the memory of a loader.
         stack.enter_context(patch.object(torch.accelerator, "is_available", lambda: False))
         # A build for CUDA asks the driver whether a graph is recorded.
@@ -186,20 +181,6 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
         stack.enter_context(_Dispatch(gpu))
         stack.enter_context(Functions())
         yield gpu
-
-
-class _Event:
-    """An event that has passed."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _: _Event) -> float:
-        return 1.0
 
 
 class _Dispatch(TorchDispatchMode):
