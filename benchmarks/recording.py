@@ -1,10 +1,8 @@
 """Record a command in a terminal as an SVG that plays, and without animation shows the last screen.
 
     python -m benchmarks.recording docs/img/fit.svg
-    python -m benchmarks.recording docs/img/estimate.svg --what estimate
 
-These are the pictures of the README and of the documentation. A test records the first again and compares
-what was printed.
+This is the picture of the README. A test records again and compares what was printed.
 """
 
 from __future__ import annotations
@@ -29,13 +27,7 @@ import pyte
 from benchmarks.report import arguments
 
 COMMAND = "autobatch fit --target-batch 1024"
-MODEL = "Qwen/Qwen3-0.6B"
-RECORDED = {
-    "fit": (COMMAND, 80),
-    "estimate": (f"autobatch estimate hf:{MODEL} --sequence 2048 --profile rtx-4090", 147),
-}
-"""Commands, and the columns of their terminals."""
-ROWS = 60
+COLUMNS, ROWS = 80, 60
 CHARACTER, LINE, MARGIN, TOP = 8.4, 20, 20, 44
 """Pixels: the width of a character, the height of a line, and the space beside and above the text."""
 HOLD_S = 8.0
@@ -170,18 +162,8 @@ def last_screen(drawn: str) -> list[str]:
     return [" ".join(re.findall(r">([^<]*)</text>", row)) for row in rows]
 
 
-def main() -> None:
-    """Record a command in an empty folder."""
-    options = arguments(__doc__, file=Path, what="fit")
-    command, columns = RECORDED[options.what]
-    with tempfile.TemporaryDirectory() as folder:
-        if options.what == "estimate":
-            from benchmarks.which_gpu import write_config
-
-            write_config(Path(folder, MODEL).parent, MODEL)
-        rows = rows_of(play(command, folder, columns), columns)
-    options.file.write_text(picture(command, rows, columns), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    file = arguments(__doc__, file=Path).file
+    with tempfile.TemporaryDirectory() as folder:
+        rows = rows_of(play(COMMAND, folder, COLUMNS), COLUMNS)
+    file.write_text(picture(COMMAND, rows, COLUMNS), encoding="utf-8")

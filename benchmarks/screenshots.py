@@ -1,8 +1,12 @@
-"""The picture of a report in the documentation: ``python -m benchmarks.screenshots`` trains the demo."""
+"""Pictures for the documentation: ``python -m benchmarks.screenshots`` writes them to docs/img.
+
+It trains the demo, opens its report in Chromium, and predicts what fits of a model of the hub in a terminal.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +16,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from benchmarks.recording import picture, play, rows_of
 from benchmarks.report import arguments
 
 IMAGES = Path(__file__).parent.parent / "docs" / "img"
@@ -19,6 +24,10 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 FIT = "fit --target-batch 512 --steps 120 --validate-every 12 --trials 0 --quiet --out run"
 WIDTH, HEIGHT = 1280, 1240
 """Pixels of the page from its top."""
+MODEL = "Qwen/Qwen3-0.6B"
+ESTIMATE = f"autobatch estimate hf:{MODEL} --sequence 2048 --profile rtx-4090"
+COLUMNS = 147
+"""Columns of a terminal of so many pixels."""
 COLORS = 96
 """Colours of a picture: few enough for a small file, and as many as the charts have."""
 MOST_BYTES = 150_000
@@ -36,7 +45,8 @@ def browse(folder: Path, page: Path, *options: str) -> subprocess.CompletedProce
     assert CHROMIUM is not None, "install Chromium"
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
-        "--disable-background-networking", "--enable-logging=stderr", "--virtual-time-budget=4000",
+        "--disable-background-networking", "--force-prefers-reduced-motion",
+        "--enable-logging=stderr", "--virtual-time-budget=4000",
         f"--user-data-dir={folder / 'profile'}", *options, page.as_uri(),
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -59,15 +69,32 @@ def shoot(page: str, image: Path, *, width: int, height: int, theme: str = "ligh
     return image
 
 
-def main() -> None:
+def report() -> Path:
     """Train the demo, and write a picture of its report."""
-    arguments(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "autobatch", *FIT.split()]
         subprocess.run(words, cwd=folder, env=os.environ | {"AUTOBATCH_HOME": folder}, check=True)
         page = Path(folder, "run/report.html").read_text(encoding="utf-8")
-    image = shoot(page, IMAGES / "report.png", width=WIDTH, height=HEIGHT)
-    assert image.stat().st_size <= MOST_BYTES, "draw fewer colours, or less of the page"
+    return shoot(page, IMAGES / "report.png", width=WIDTH, height=HEIGHT)
+
+
+def estimate() -> Path:
+    """Write a picture of a terminal that predicts what fits of a model."""
+    from benchmarks.which_gpu import write_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder, MODEL).parent, MODEL)
+        drawn = picture(ESTIMATE, rows_of(play(ESTIMATE, folder, COLUMNS), COLUMNS), COLUMNS)
+    across, down = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawn)[0])
+    page = f'<html lang="en"><body style="margin:0">{drawn}'
+    return shoot(page, IMAGES / "estimate.png", width=WIDTH, height=WIDTH * down // across)
+
+
+def main() -> None:
+    """Write every picture."""
+    arguments(__doc__)
+    for image in (report(), estimate()):
+        assert image.stat().st_size <= MOST_BYTES, "draw fewer colours, or less of the page"
 
 
 if __name__ == "__main__":
