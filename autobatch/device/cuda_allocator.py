@@ -134,7 +134,6 @@ class CudaMeter(SilentMeter):
     """Readings of one session on a GPU. Peaks and retries count from its beginning.
 
     Args:
-        index: The GPU.
         waits: Whether readings wait until the GPU has finished its work, as in a probe.
         records: Whether the session is recorded.
     """

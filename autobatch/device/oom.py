@@ -83,8 +83,6 @@ _RULES = tuple(
             r"mha_graph(?:\.|->)execute\(|cuDNN SDPA execution failed|unable to find an engine to execute",
             # oneDNN under an address-space limit. "… primitive descriptor" is an unsupported shape.
             r"could not create a primitive\b(?! descriptor)",
-            # An error that Python raises within TorchScript loses its text, also that of a counted budget.
-            r"failed in the TorchScript interpreter\b.*\nRuntimeError:\s*$",
             # SIGKILL is the kernel's OOM killer or a kill -9, SIGBUS a full /dev/shm or a broken file.
             r"DataLoader worker \(pid \d+\) is killed by signal: (?:Killed|Bus error)",
         ),

@@ -47,10 +47,6 @@ CUDNN_ATTENTION = 'cuDNN SDPA execution failed with error code ["CUDNN_BACKEND_A
 OUTSIDE = (
     "\nCUDA ran out of memory outside PyTorch's allocator. If this workload uses many dynamic shapes, cuDNN"
 )
-IN_TORCHSCRIPT = (
-    "The following operation failed in the TorchScript interpreter.\n"
-    "Traceback of TorchScript (most recent call last):\n    return torch.neg(b) + a\n"
-)
 KILLED = "DataLoader worker (pid 4711) is killed by signal: "
 
 
@@ -116,7 +112,6 @@ BY_TEXT = {
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
         "GET was unable to find an engine to execute this computation",
         "could not create a primitive",
-        IN_TORCHSCRIPT + "RuntimeError: \n",
         KILLED + "Killed. ",
         KILLED + "Bus error. It is possible that dataloader's workers are out of shared memory.",
         "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
@@ -128,7 +123,6 @@ BY_TEXT = {
     ),
     Verdict.NONE: (
         "CUDA out of memory. is what I would call it",
-        IN_TORCHSCRIPT + "RuntimeError: The size of tensor a (3) must match the size of b (4)\n",
         "",
         "Expected mha_graph.validate().is_good() to be true, but got false.",
         "out of memory slots in the pool",

@@ -68,13 +68,13 @@ class Watch(weakref.ref[torch.UntypedStorage]):
 class StorageTracker(TorchDispatchMode):
     """A dispatch mode that counts storages, and enforces the allocator's limit on them: a meter.
 
+    Every method that counts raises ``torch.OutOfMemoryError`` if the allocator refuses.
+
     Args:
-        allocator: Allocator that the storages are counted in.
+        allocator: Takes and frees what is counted.
         text: Returns the error message for a refusal.
         record: Whether to keep the events.
         storage_device: Type of the device whose storages count; ``meta`` for fake tensors.
-
-    Every method that counts raises ``torch.OutOfMemoryError`` if the allocator refuses.
     """
 
     supports_higher_order_operators = True
@@ -112,7 +112,7 @@ class StorageTracker(TorchDispatchMode):
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             if not self._aside:
-                self._count_or_raise(storage, is_new=False)
+                _raise(self._refusal_of([storage], is_new=False))
 
         torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -127,9 +127,7 @@ class StorageTracker(TorchDispatchMode):
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made elsewhere, unless they are counted already."""
-        refusal = self._refusal_of(tensors, is_new=True)
-        if refusal is not None:
-            raise torch.OutOfMemoryError(refusal)
+        _raise(self._refusal_of(tensors, is_new=True))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -165,7 +163,7 @@ class StorageTracker(TorchDispatchMode):
             storage = self._undecided[1]()
             self._undecided = None
             if storage is not None:
-                self._count_or_raise(storage, is_new=True)
+                _raise(self._refusal_of([storage], is_new=True))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -213,27 +211,19 @@ class StorageTracker(TorchDispatchMode):
         return True
 
     def _refusal_of(self, values: Iterable[Any], *, is_new: bool) -> str | None:
-        """Count tensors. Return a refusal as text, so that no frame of its traceback keeps them alive."""
+        """Count tensors and storages. Return a refusal as text, whose frames keep none of them alive."""
         try:
-            for tensor in values:
-                if isinstance(tensor, Tensor):
+            for value in values:
+                if isinstance(value, Tensor):
                     # A sparse tensor that is changed gets new parts.
-                    are_new = is_new or tensor.layout is not torch.strided
-                    for storage in _storages_of(tensor):
+                    are_new = is_new or value.layout is not torch.strided
+                    for storage in _storages_of(value):
                         self._count(storage, is_new=are_new)
+                elif isinstance(value, torch.UntypedStorage):
+                    self._count(value, is_new=is_new)
         except BudgetExceeded as error:
             return self._text(error)
         return None
-
-    def _count_or_raise(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
-        text = None
-        try:
-            self._count(storage, is_new=is_new)
-        except BudgetExceeded as error:
-            text = self._text(error)
-        # Raised here, the error has no context whose traceback would keep frames and tensors alive.
-        if text is not None:
-            raise torch.OutOfMemoryError(text)
 
     def _count(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
         """Count a storage, or the new size of one that is counted; others only if they are new."""
@@ -280,6 +270,11 @@ class StorageTracker(TorchDispatchMode):
                 self._watch(total, watch.size, watch.handle, watch.block)
                 return
         self._give_back(watch)
+
+
+def _raise(refusal: str | None) -> None:
+    if refusal is not None:
+        raise torch.OutOfMemoryError(refusal)
 
 
 def has_wrappers(types: Any) -> bool:
