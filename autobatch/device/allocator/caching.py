@@ -87,20 +87,19 @@ class Block:
 
     def merge_neighbours(self) -> None:
         """Merge with neighbours in the same state (``try_merge_blocks``); the block must be in no list."""
-        before = self.previous
-        if before is not None and not before.held and before.mapped == self.mapped:
-            before.pool.remove(before)
-            self.address, self.size = before.address, before.size + self.size
-            self.previous = before.previous
-            if self.previous is not None:
-                self.previous.next = self
-        after = self.next
-        if after is not None and not after.held and after.mapped == self.mapped:
-            after.pool.remove(after)
-            self.size += after.size
-            self.next = after.next
-            if self.next is not None:
-                self.next.previous = self
+        for other in (self.previous, self.next):
+            if other is None or other.held or other.mapped != self.mapped:
+                continue
+            other.pool.remove(other)
+            self.size += other.size
+            if other is self.next:
+                self.next = other.next
+                if self.next is not None:
+                    self.next.previous = self
+            else:
+                self.address, self.previous = other.address, other.previous
+                if self.previous is not None:
+                    self.previous.next = self
 
 
 class Pool:
@@ -252,27 +251,24 @@ class CachingAllocator(Allocator):
                     self.reserved_bytes -= block.size
 
     def _grow(self, pool: Pool, rounded: int) -> Block | None:
-        """Make a block of new memory, in no list (``alloc_block``); None if the cap forbids it."""
+        """Make a block of new memory, in no list; None if the cap forbids it.
+
+        The model of ``alloc_block``, and of ``try_allocate_expandable_block``, which maps pages until a block
+        is large enough.
+        """
         segment_bytes = self.config.segment_bytes(rounded)
         if not self._allows(segment_bytes):
             return None
-        if self.config.expandable_segments:
-            return self._grow_segment(pool, rounded)
-        self._reserve(segment_bytes)
-        return Block(pool, self._addresses(segment_bytes), segment_bytes)
-
-    def _grow_segment(self, pool: Pool, rounded: int) -> Block | None:
-        """Map pages until a block is large enough (``try_allocate_expandable_block``)."""
+        if not self.config.expandable_segments:
+            self._reserve(segment_bytes)
+            return Block(pool, self._addresses(segment_bytes), segment_bytes)
         block = pool.lowest_with_room(rounded)
         if block is None:
-            address = self._addresses(ADDRESS_SPACE_BYTES)
-            block = Block(pool, address, ADDRESS_SPACE_BYTES, mapped=False)
+            block = Block(pool, self._addresses(ADDRESS_SPACE_BYTES), ADDRESS_SPACE_BYTES, mapped=False)
             pool.insert(block)
         while not block.mapped or block.size < rounded:
-            unmapped = block
-            if block.mapped:
-                assert block.next is not None, "a block with room is followed by unmapped space"
-                unmapped = block.next
+            unmapped = block.next if block.mapped else block
+            assert unmapped is not None, "a block with room is followed by unmapped space"
             wanted = rounded - (block.size if block.mapped else 0)
             if not self._map(unmapped, min(wanted, unmapped.size)):
                 return None
@@ -297,17 +293,15 @@ class CachingAllocator(Allocator):
 
     def _unmap(self, block: Block) -> None:
         """Unmap the whole pages of a free block (``unmap_block``). Segments start at a page boundary."""
-        page_bytes = block.pool.page_bytes
+        pool, page_bytes = block.pool, block.pool.page_bytes
         start = -(-block.address // page_bytes) * page_bytes
         end = (block.address + block.size) // page_bytes * page_bytes
         if end <= start:
             return
-        pool = block.pool
         pool.remove(block)
         if start > block.address:
-            rest = block.split(start - block.address)
-            pool.insert(block)
-            block = rest
+            front, block = block, block.split(start - block.address)
+            pool.insert(front)
         if end < block.address + block.size:
             pool.insert(block.split(end - block.address))
         self.reserved_bytes -= block.size
