@@ -80,24 +80,18 @@ def test_the_gpus_and_who_holds_their_memory(answers: dict[str, Any]) -> None:
     assert "Not Found" in answers["|read_gpu('none')"]["reason"]
 
 
-def test_a_mig_slice_is_a_gpu_of_its_own(answers: dict[str, Any]) -> None:
+def test_a_mig_slice_is_a_gpu_of_its_own_and_figures_that_cannot_be_read_are_none(
+    answers: dict[str, Any],
+) -> None:
     part = answers[f"mig|read_gpu({SLICE!r})"]
     assert (part["used_bytes"], part["free_bytes"]) == (GiB, 9 * GiB - GiB // 2)
     assert "split by MIG" in answers[f"mig|read_gpu({BETA!r})"]["reason"]
-
-
-def test_figures_that_cannot_be_read_are_none_and_the_gpu_stays(answers: dict[str, Any]) -> None:
     for mode in ("memory:3", "zero", "old"):
         gpus = answers[f"{mode}|read_gpus()"]
-        assert [(gpu["name"], gpu["free_bytes"], gpu["used_bytes"]) for gpu in gpus] == [
-            ("Alpha", None, None),
-            ("Beta", None, None),
-        ]
+        assert [(gpu["name"], gpu["free_bytes"]) for gpu in gpus] == [("Alpha", None), ("Beta", None)]
     assert [gpu["name"] for gpu in answers["latin|read_gpus()"]] == [None, "Beta"]
     private = answers[f"private|read_gpu({ALPHA!r})"]["holders"]
-    assert [(holder["pid"], holder["used_bytes"]) for holder in private] == [
-        (pid, None) for pid in (4711, 4712, 4713)
-    ]
+    assert [holder["used_bytes"] for holder in private] == [None] * 3
     assert answers[f"noprocesses:3|read_gpu({ALPHA!r})"]["holders"] == []
 
 

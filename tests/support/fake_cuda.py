@@ -61,12 +61,8 @@ class FakeCuda:
         monkeypatch.setattr(
             torch.accelerator, "empty_host_cache", lambda: self.calls.append("unpin"), raising=False
         )
-        private = {
-            "_cuda_clearCublasWorkspaces": lambda: self.calls.append("clear"),
-            "_cuda_isHistoryEnabled": lambda: self.is_recording,
-        }
-        for name, function in private.items():
-            monkeypatch.setattr(torch._C, name, function, raising=False)
+        clear = "_cuda_clearCublasWorkspaces"
+        monkeypatch.setattr(torch._C, clear, lambda: self.calls.append("clear"), raising=False)
         monkeypatch.setattr("sys.platform", "linux")
         monkeypatch.setattr(nvml, "read_gpu", lambda uuid: self.nvml())
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -77,9 +73,6 @@ class FakeCuda:
 
     def is_available(self) -> bool:
         return True
-
-    def is_initialized(self) -> bool:
-        return self.initialized
 
     def device_count(self) -> int:
         return 1
@@ -92,12 +85,9 @@ class FakeCuda:
         return SimpleNamespace(
             name="Alpha",
             total_memory=self.total,
-            is_integrated=0,
             uuid="a1",
             major=major,
             minor=minor,
-            multi_processor_count=58,
-            max_threads_per_multi_processor=1536,
         )
 
     @contextmanager
