@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
@@ -23,7 +21,7 @@ from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.training.validation import check_validation
-from autobatch.workload.contract import Collated, Loading, Workload, kind_of, schedule_arguments
+from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import open_feed
 from autobatch.workload.nested import to_device
@@ -74,7 +72,10 @@ def open_loop(
     """
     ranks, device, train = ranks or Ranks(), setup.device, options.train
     split = split_of(plan, setup.worst_case.sizes, rank=ranks.rank, world=ranks.world)
-    workload, loading = setup.workload, setup.workload.loading
+    workload = setup.workload
+    workers = train.workers
+    if workers is None:
+        workers = int(plan.knobs.get(LOADER_WORKERS) or workload.loading.workers or 0)
     if isinstance(sampler, StreamSampler):
         # The setup has the first samples of the stream only.
         workload = replace(workload, train_data=sampler.view)
@@ -82,14 +83,20 @@ def open_loop(
         workload,
         sampler,
         split,
-        workers=_workers_of(plan, train, loading),
+        workers=workers,
         device=device.torch_device,
         seeds_samples=sample_seeds,
     )
     with device.training() as meter, feeding as feed:
         seed_everything(options.device.seed)
         train_state = _open_train_state(setup, plan, train, meter, ranks)
-        engine = open_engine(ranks, train_state, lambda: _filler_of(setup))
+
+        def filler() -> tuple[Collated, int]:
+            """Return the first samples, for a rank with fewer micro-batches than others."""
+            ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
+            return to_device(load_micro_batch(setup.workload, ids), device.torch_device), len(ids)
+
+        engine = open_engine(ranks, train_state, filler)
         if train_state.shared is None:
             engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
         if ranks.rank:
@@ -113,13 +120,6 @@ def open_loop(
             # The first step starts with an empty cache, as a probe does.
             device.release()
         yield loop
-
-
-def _workers_of(plan: Plan, train: TrainOptions, loading: Loading) -> int:
-    """Return the number of loader processes: the option's, else the plan's, else that of the workload."""
-    if train.workers is not None:
-        return train.workers
-    return int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
 
 
 def _open_train_state(
@@ -166,11 +166,6 @@ def build_schedules(
         more["steps_per_epoch"] = sampler.steps_per_epoch
     steps = [sampler.total] if "steps" in takes else []
     with user_code("schedule", make):
-        if not takes and not isinstance(first := make(0), Real | torch.Tensor):
-            raise InputError(
-                "Workload(schedule=…) takes a step and must return the factor of the learning rate, found "
-                f"{kind_of(first)}: name its argument optimizer if it takes that"
-            )
         schedules = [
             make(optimizer, *steps, **more) if takes else LambdaLR(optimizer, make)
             for optimizer in optimizers
@@ -184,9 +179,3 @@ def build_schedules(
                     f"{kind_of(schedule)}"
                 )
     return schedules
-
-
-def _filler_of(setup: Setup) -> tuple[Collated, int]:
-    """Return the first samples on the device, for a rank with fewer micro-batches than others."""
-    ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
-    return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)

@@ -102,23 +102,6 @@ def test_sparse_gradients_are_measured_and_applied() -> None:
     assert off(train_state, workload, expected) <= EXACT
 
 
-def test_parameters_unfrozen_later_are_trained_and_freed() -> None:
-    def frozen() -> nn.Module:
-        model = network()
-        model[0].requires_grad_(requires_grad=False)
-        return model
-
-    workload = make_workload(model=frozen)
-    train_state = train_state_of(workload)
-    before = train_state.model[0].weight.clone()
-    train_step(train_state, split(workload, [12, 12]), SAMPLES)
-    assert torch.equal(train_state.model[0].weight, before)
-    train_state.model[0].requires_grad_(requires_grad=True)
-    train_step(train_state, split(workload, [12, 12]), SAMPLES)
-    assert not torch.equal(train_state.model[0].weight, before)
-    assert train_state.model[0].weight.grad is None
-
-
 def test_a_parameter_of_two_groups_counts_once_and_hooks_are_removed() -> None:
     shared, own = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(3))
     optimizers = (torch.optim.SGD([shared], lr=1.0), torch.optim.SGD([own, shared], lr=1.0))

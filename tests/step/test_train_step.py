@@ -48,18 +48,6 @@ def test_any_split_takes_the_step_of_the_whole_batch(kind: str, sizes: list[int]
     assert all(p.grad is None for p in train_state.model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["tokens", "InfoNCE", "CLIP"])
-def test_the_oracle_rejects_a_mean_of_means(kind: str) -> None:
-    """Equal weights for all micro-batches miss the tolerance by ten orders of magnitude."""
-    changes, whole = KINDS[kind]
-    workload = make_workload(**changes)
-    expected, _ = reference(workload, [range(SAMPLES)], whole)
-    mutant = make_workload(**{**changes, "loss": whole.__call__})
-    train_state = train_state_of(mutant)
-    train_step(train_state, split(mutant, [4] * 6), SAMPLES)
-    assert off(train_state, workload, expected) > 1e-2
-
-
 def constant_if_none(model: nn.Module, batch) -> Loss:
     found = token_loss(model, batch)
     return found if found.count else Loss(torch.zeros(()), 0)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file
 
-from autobatch import AutobatchError
 from autobatch.training.checkpoint import (
     MANIFEST,
     STATE,
@@ -111,41 +107,6 @@ def interrupted(folder: Path) -> bool:
 
 def test_a_run_continues_bit_for_bit_on_as_many_ranks(server: RankServer, tmp_path: Path) -> None:
     assert server.values(interrupted, tmp_path, world=2) == [True, True]
-
-
-def fail_on_rank_1(folder: Path, *errors: BaseException) -> list[str]:
-    """Write a checkpoint, then one after another in which rank 1 fails; return what this rank is told."""
-    group = open_group()
-    loop = sharded_loop(group, block_workload(), ema=0.9)
-    step_together(loop, 1)
-    save_together(loop, folder)
-    told = []
-    for error in errors:
-        step_together(loop, 1)
-        failing = patch.object(os, "fsync", side_effect=error) if group.rank == 1 else nullcontext()
-        try:
-            with failing:
-                save_together(loop, folder)
-        except AutobatchError as raised:
-            told.append(f"{type(raised).__name__}: {raised}")
-    # The run may continue, and write the next one.
-    step_together(loop, 1)
-    save_together(loop, folder)
-    group.close()
-    return told
-
-
-def test_a_rank_that_cannot_write_is_named_on_every_rank(server: RankServer, tmp_path: Path) -> None:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    first, second = server.values(fail_on_rank_1, tmp_path, full, MemoryError(), world=2)
-    assert first == second
-    disk, memory = first
-    assert disk.startswith("CheckpointError: rank 1 could not write its part of the checkpoint to ")
-    assert ": No space left on device. Free some space there" in disk
-    assert memory.startswith("DoesNotFitError: rank 1 ran out of host memory")
-    assert "\n" not in disk + memory
-    assert [int(path.name[-1]) for path in list_checkpoints(tmp_path)] == [1, 4]
-    assert not leftovers(tmp_path)
 
 
 def killed_at(folder: Path, rank: int, call: int) -> int:
