@@ -338,15 +338,6 @@ def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path}: {error.filename} cannot be read ({error.strerror})") from None
 
 
-def is_valid(path: Path) -> bool:
-    """Return whether a checkpoint is unchanged since it was written."""
-    try:
-        check_files(path, read_manifest(path))
-    except CheckpointError:
-        return False
-    return True
-
-
 class Loaded(NamedTuple):
     """The newest valid checkpoint."""
 

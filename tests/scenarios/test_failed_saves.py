@@ -15,9 +15,9 @@ from torch import nn
 
 from autobatch import CheckpointError, DoesNotFitError, Progress
 from autobatch.training import checkpoint
-from autobatch.training.checkpoint import begin_after, is_valid, list_checkpoints
+from autobatch.training.checkpoint import begin_after, list_checkpoints
 from autobatch.training.run import train
-from tests.support.checkpoints import Killed, SystemCalls, leftovers, newest, save
+from tests.support.checkpoints import Killed, SystemCalls, is_valid, leftovers, newest, save
 from tests.support.runs import HINT, STEPS, open_loop, resume, saved_steps, settings
 from tests.support.training import fingerprint, make_workload
 

@@ -14,11 +14,13 @@ import msgspec
 import pytest
 import torch
 
+from autobatch import CheckpointError
 from autobatch.planning import make_plan
 from autobatch.training import checkpoint
 from autobatch.training.checkpoint import (
     MANIFEST,
     STATE,
+    check_files,
     load_newest,
     read_manifest,
     save_checkpoint,
@@ -72,6 +74,15 @@ def seal(path: Path, facts: dict[str, Any]) -> None:
     }
     step = int(path.name.removeprefix("step-"))
     write_manifest(path / MANIFEST, {"step": step, "files": files, "facts": facts})
+
+
+def is_valid(path: Path) -> bool:
+    """Return whether a checkpoint is unchanged since it was written."""
+    try:
+        check_files(path, read_manifest(path))
+    except CheckpointError:
+        return False
+    return True
 
 
 def newest(folder: Path) -> int | None:

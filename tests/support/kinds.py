@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from torch.optim.lr_scheduler import (
     LambdaLR,
     LinearLR,
     OneCycleLR,
-    SequentialLR,
 )
 
 from tests.support.detection import count_shown, drawn_terms
@@ -193,17 +191,12 @@ RUNS = {
     "augmented": augmented,
     "augmented, averaged": averaged(augmented),
     "one cycle": scheduled(lambda o, steps: OneCycleLR(o, 0.05, total_steps=steps + 1)),
-    "sequential": scheduled(
-        lambda o, steps: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 3), CosineAnnealingLR(o, steps)], [3])
-    ),
     "numpy scalars": scheduled(lambda o, steps: LambdaLR(o, lambda step: np.cos(step / steps))),
     "ragged": ragged,
     "overflowing": overflowing,
     "float32 state": float32_state,
     "two optimizers": two_optimizers,
     "followed, averaged": averaged(followed),
-    "function of the step": scheduled(lambda step: 1 / (1 + step)),
-    "steps of an epoch": scheduled(partial(OneCycleLR, max_lr=0.05, epochs=3)),
     "thawed, averaged": averaged(thawed),
     "whole batch": contrastive,
     "several terms": several_terms,

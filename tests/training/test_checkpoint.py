@@ -20,13 +20,12 @@ from autobatch.training.checkpoint import (
     STATE,
     begin_after,
     check_savable,
-    is_valid,
     list_checkpoints,
     load_newest,
     read_manifest,
     write_manifest,
 )
-from tests.support.checkpoints import newest, save, seal
+from tests.support.checkpoints import is_valid, newest, save, seal
 from tests.support.planted import payloads
 
 

@@ -15,14 +15,13 @@ from autobatch.training.checkpoint import (
     MANIFEST,
     STATE,
     begin_after,
-    is_valid,
     list_checkpoints,
     load_newest,
     save_checkpoint,
 )
 from autobatch.training.loop import Loop
 from autobatch.training.resume import capture_loop, restore_loop
-from tests.support.checkpoints import leftovers
+from tests.support.checkpoints import is_valid, leftovers
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import block_workload, digests, sharded_loop, step_together, tensors
