@@ -271,7 +271,10 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     scale = scale or math.nan  # overflow after overflow halves it down to 0, and no gradient has a norm then
     factor = totals.divisor / items if items else math.nan
     loss *= factor
-    steps = _steps_to_take(train_state, items, loss, [value / scale for value in values])
+    # A loss scale skips the optimizers that overflowed; without one, all step or none.
+    finite = tuple(math.isfinite(value / scale) for value in values)
+    may_step = items > 0 and (train_state.scaler is not None or (all(finite) and math.isfinite(loss)))
+    steps = finite if may_step else (False,) * len(finite)
     if any(steps):
         # An overflowed gradient is not stepped with, so it does not clip the others.
         norm = math.hypot(*(v for v, step in zip(values, steps, strict=True) if step)) * factor / scale
@@ -294,16 +297,6 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         stepped=steps,
         terms=terms,
     )
-
-
-def _steps_to_take(
-    train_state: TrainState, items: float, loss: float, norms: list[float]
-) -> tuple[bool, ...]:
-    """Decide for each optimizer: a loss scale skips those that overflowed; without one, all step or none."""
-    finite = tuple(math.isfinite(norm) for norm in norms)
-    if items > 0 and (train_state.scaler is not None or (all(finite) and math.isfinite(loss))):
-        return finite
-    return (False,) * len(finite)
 
 
 def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: bool) -> None:

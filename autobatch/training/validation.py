@@ -7,13 +7,12 @@ float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Subset
 
 from autobatch.core.errors import DoesNotFitError, InputError
@@ -67,14 +66,18 @@ class Validator:
         """
         own: Sums = {}
         failure = ""
+        modes = [(module, module.training) for module in self._train_state.model.modules()]
         try:
-            with eval_mode(self._train_state.model):
-                if self.workload.validation_data is not None:
-                    self._add_own_samples(own, is_asked)
+            self._train_state.model.eval()
+            if self.workload.validation_data is not None:
+                self._add_own_samples(own, is_asked)
         except DoesNotFitError as error:
             if self._train_state.shared is not None:
                 raise  # in the middle of a pass of all ranks
             failure = str(error)  # other ranks wait for the sums of this one
+        finally:
+            for module, training in modes:
+                module.training = training
         # Without a backward pass the last gathered parameters are still whole.
         self._train_state.forget_gathered()
         sums: Sums = {}
@@ -207,18 +210,6 @@ def check_validation(loop: Loop) -> list[str]:
         if (part := parts[name]) is not None
         and not math.isclose(value, part, rel_tol=tolerance, abs_tol=tolerance)
     ]
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode within the block, then restore the mode of each module."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _add(sums: Sums, found: Sums) -> None:
