@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from autobatch.core.errors import AutobatchError, CheckpointError, InputError
 from autobatch.core.options import Options
@@ -107,15 +107,19 @@ def claim_folder(out: Path) -> Iterator[None]:
         ) from None
     if not os.access(out, os.W_OK | os.X_OK):
         raise InputError(f"the run's folder {out} is not writable: give another --out")
-    lock = FileLock(out / LOCK)
+    lock: BaseFileLock = FileLock(out / LOCK)
     try:
-        lock.acquire(blocking=False)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:  # which is an OSError, too
+            raise
+        except (OSError, NotImplementedError):  # the file system has no locks, so a file stands for one
+            lock = SoftFileLock(out / f"{LOCK}-held")
+            lock.acquire(blocking=False)
     except Timeout:
         raise FolderTakenError(
             f"another run is writing to {out}: wait until it ends, or give another --out"
         ) from None
-    except (OSError, NotImplementedError):
-        pass  # this file system has no locks
     try:
         yield
     finally:
