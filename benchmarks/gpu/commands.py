@@ -129,12 +129,11 @@ def tests(out: Path) -> dict[str, Any]:
 
 def outcomes(report: Path) -> dict[str, Any]:
     """Read a JUnit file: how many tests passed, and what the others said."""
-    cases = [*ElementTree.parse(report).getroot().iter("testcase")]
-    bad = [(case, what) for case in cases for what in (*case.findall("failure"), *case.findall("error"))]
-    failures = {
-        f"{case.get('classname')}::{case.get('name')}": (what.get("message") or "")[:500]
-        for case, what in bad
-    }
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    passed = len(cases) - skipped - len(failures)
+    passed, skipped, failures = 0, 0, {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        what = {part.tag: part.get("message") or "" for part in case}
+        if said := what.get("failure", what.get("error")):
+            failures[f"{case.get('classname')}::{case.get('name')}"] = said[:500]
+        skipped += "skipped" in what
+        passed += not {"failure", "error", "skipped"} & {*what}
     return {"passed": passed, "skipped": skipped, "failed": len(failures), "failures": failures}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn import functional
 from autobatch.core.units import GiB, MiB
 from autobatch.device import nvml
 from benchmarks.gpu.device import GPU, about, open_gpu, room
+from benchmarks.gpu.speed import timed
 
 
 def outside_bytes() -> int:
@@ -32,33 +32,29 @@ def versions() -> dict[str, Any]:
 
 def readings_of_nvml() -> dict[str, Any]:
     """Read NVML, and check that it lists this process."""
-    start = time.perf_counter()
     gpu = nvml.read_gpu(about()["uuid"])
-    seconds = time.perf_counter() - start
     listed = [] if isinstance(gpu, nvml.NvmlAbsent) else [one.pid for one in gpu.holders]
     return {
         "gpu": str(gpu),
         "free_bytes": getattr(gpu, "free_bytes", None),
         "cuda_free_bytes": torch.cuda.mem_get_info(GPU)[0],
-        "seconds": round(seconds, 4),
         "lists_this_process": os.getpid() in listed,
     }
 
 
 def growth_of_context() -> dict[str, int]:
     """Return the bytes outside the allocator after each kind of kernel was loaded."""
-    device = GPU
     found = {"context": outside_bytes()}
-    x = torch.randn(512, 512, device=device, requires_grad=True)
+    x = torch.randn(512, 512, device=GPU, requires_grad=True)
     (x @ x).sum().backward()
     found["fp32 product"] = outside_bytes()
-    with torch.autocast(device.type, torch.bfloat16):
+    with torch.autocast(GPU.type, torch.bfloat16):
         (x @ x).float().sum().backward()
     found["bf16 product"] = outside_bytes()
-    convolution = nn.Conv2d(3, 64, 3, padding=1).to(device)
-    convolution(torch.randn(8, 3, 64, 64, device=device)).sum().backward()
+    convolution = nn.Conv2d(3, 64, 3, padding=1).to(GPU)
+    convolution(torch.randn(8, 3, 64, 64, device=GPU)).sum().backward()
     found["convolution"] = outside_bytes()
-    q = torch.randn(2, 8, 512, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    q = torch.randn(2, 8, 512, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
     functional.scaled_dot_product_attention(q, q, q, is_causal=True).float().sum().backward()
     found["attention"] = outside_bytes()
     torch.optim.AdamW(convolution.parameters()).step()
@@ -103,21 +99,9 @@ def speeds() -> dict[str, float]:
     a = torch.randn(side, side, device=GPU, dtype=torch.bfloat16)
     x = torch.empty(size, dtype=torch.uint8, device=GPU)
     y = torch.empty_like(x)
-    product = shortest(lambda: a @ a)
-    copy = shortest(lambda: y.copy_(x))
+    product = min(timed(lambda: a @ a, 10))
+    copy = min(timed(lambda: y.copy_(x), 10))
     return {"bytes_per_second": 2 * size / copy, "bf16_per_second": 2 * side**3 / product}
-
-
-def shortest(run: Callable[[], object], times: int = 10) -> float:
-    """Return the seconds of the quickest of some runs, each waited for."""
-    found = []
-    for _ in range(times):
-        torch.cuda.synchronize(GPU)
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize(GPU)
-        found.append(time.perf_counter() - start)
-    return min(found)
 
 
 FACTS: dict[str, Callable[[], dict[str, Any]]] = {

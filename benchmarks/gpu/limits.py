@@ -127,6 +127,14 @@ def measure(name: str, budget_mib: int) -> dict[str, Any]:
     return row
 
 
+def checked(name: str, budget_mib: int) -> dict[str, Any]:
+    """Measure a limit, and raise if that failed."""
+    row = measure(name, budget_mib)
+    if "failed" in row:
+        raise RuntimeError(row["failed"])
+    return row
+
+
 def alone(function: Any, *arguments: Any) -> dict[str, Any]:
     """Call a function in a new process, which has imported torch and no more."""
     context = get_context("forkserver")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,53 +23,30 @@ PARTS = ["facts", "tests", "limit", "record", "fit", "speed"]
 
 def units_of(out: Path) -> list[Unit]:
     """Return all units. Limits that this GPU has no memory for are left out."""
-    limits_of = {
-        which: [_limit(name, which) for name in CASES if CASES[name].budgets_mib[which] << 20 <= room()]
-        for which in (0, 1)
-    }
-    first = {which: [unit for unit in limits_of[which] if _case(unit) in FIRST] for which in (0, 1)}
+    others = [name for name in CASES if name not in FIRST]
     return [
         *(Unit(f"facts/{name}", 5, read) for name, read in FACTS.items()),
         Unit("tests/gpu", 90, lambda: commands.tests(out)),
-        *first[0],
-        *(Unit(f"record/{name}", 20, lambda name=name: recordings.record(name, out)) for name in FIRST),
+        *limits_of(FIRST, 0),
+        *(Unit(f"record/{name}", 20, partial(recordings.record, name, out)) for name in FIRST),
         Unit("fit/demo", 60, commands.demo),
-        *(
-            Unit(f"speed/loop {way} mlp", 30, lambda way=way: speed.loop(way, "mlp", 256, 40))
-            for way in speed.WAYS
-        ),
+        *(Unit(f"speed/loop {way} mlp", 30, partial(speed.loop, way, "mlp", 256, 40)) for way in speed.WAYS),
         Unit("fit/resume", 60, lambda: commands.resume(60)),
-        *(
-            Unit(f"speed/loop {way} gpt", 60, lambda way=way: speed.loop(way, "gpt", 32, 20))
-            for way in speed.WAYS
-        ),
-        *first[1],
+        *(Unit(f"speed/loop {way} gpt", 60, partial(speed.loop, way, "gpt", 32, 20)) for way in speed.WAYS),
+        *limits_of(FIRST, 1),
         Unit("speed/tuned", 200, lambda: speed.tuned("gpt", 256, 12, 100.0)),
-        *(unit for which in (0, 1) for unit in limits_of[which] if unit not in first[which]),
+        *(unit for which in (0, 1) for unit in limits_of(others, which)),
     ]
 
 
-def _loops(name: str, size: int, rounds: int) -> list[Unit]:
+def limits_of(names: Sequence[str], which: int) -> list[Unit]:
+    """Return the units of limits under one of the budgets of their cases."""
+    asked = [(name, CASES[name].budgets_mib[which]) for name in names]
     return [
-        Unit(f"speed/loop {way} {name}", 40, lambda way=way: speed.loop(way, name, size, rounds))
-        for way in speed.WAYS
+        Unit(f"limit/{name} {mib} MiB", 40, partial(limits.checked, name, mib))
+        for name, mib in asked
+        if mib << 20 <= room()
     ]
-
-
-def _case(unit: Unit) -> str:
-    return unit.name.removeprefix("limit/").partition(" ")[0]
-
-
-def _limit(name: str, which: int) -> Unit:
-    budget_mib = CASES[name].budgets_mib[which]
-
-    def run() -> dict[str, Any]:
-        row = limits.measure(name, budget_mib)
-        if "failed" in row:
-            raise RuntimeError(row["failed"])
-        return row
-
-    return Unit(f"limit/{name} {budget_mib} MiB", 40, run)
 
 
 def main() -> int:
