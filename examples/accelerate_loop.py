@@ -24,7 +24,7 @@ def main() -> None:
         accelerator, model, optimizer, loader, loss=loss, target_batch=256, memory_budget="300KiB"
     )
     print(plan)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, plan.loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     steps = 0
     for _ in range(2):

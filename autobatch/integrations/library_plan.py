@@ -1,13 +1,13 @@
 """A plan for the training loop of another library, and notes on what is not exact in that loop.
 
-Such a loop runs equal micro-batches. It takes the user's model, data, loss and optimizer as they are.
+Such a loop runs equal micro-batches. It takes the user's model, data, loss and optimizer as they are. The
+probe runs on copies, so that what they keep and log stays as it is.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import msgspec
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from autobatch.api import library
 from autobatch.core.errors import DoesNotFitError, InputError
@@ -27,12 +27,6 @@ from autobatch.report.result import PlanResult
 from autobatch.training.batchnorm import batch_norms, statistics_notes
 from autobatch.workload.contract import Workload, is_stream, kind_of
 
-_LOADER_FIELDS = (
-    *("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
-)
-"""Arguments of a loader that it keeps as attributes, besides those that make its batches."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryLoop:
@@ -41,12 +35,10 @@ class LibraryLoop:
     name: str
     world_size: int
     device: torch.device
-    divides_by_plan: bool
+    divides_by_plan: bool = True
     """True if a last step of fewer micro-batches is divided by the planned number, False by its own."""
     averages_means: bool = True
     """True if the losses of micro-batches are means, and weigh the same."""
-    drop_last: bool = False
-    """True if the loader drops a last micro-batch that is short."""
     sets_rate: bool = False
     """True if the library takes the planned learning rate, False if the user's optimizer keeps its own."""
     remarks: Sequence[str] = ()
@@ -57,20 +49,13 @@ class LibraryPlan(PlanResult, frozen=True, kw_only=True):
     """A plan that was set in a library: equal micro-batches, and what is not exact about them."""
 
     library: str
-    loader: Any = None
-    """The user's loader with the new batch size, if the library cannot change it."""
 
     def _text(self) -> str:
         return f"{self.library}: {super()._text()}"
 
 
 def plan_for(
-    workload: Workload,
-    loop: LibraryLoop,
-    target_batch: int,
-    *,
-    loader: Callable[[int], Any] | None = None,
-    **options: Unpack[Keywords],
+    workload: Workload, loop: LibraryLoop, target_batch: int, **options: Unpack[Keywords]
 ) -> LibraryPlan:
     """Probe and plan in equal micro-batches, and note what the library's loop makes of them.
 
@@ -78,7 +63,6 @@ def plan_for(
         workload: what the library trains.
         loop: how it trains.
         target_batch: samples per optimizer step, over all ranks.
-        loader: builds the user's loader for a batch size; None if the library does.
         options: those of `autobatch.plan`.
 
     Raises:
@@ -94,49 +78,30 @@ def plan_for(
     options["split"] = "count"
     # The check is for autobatch's own sum; the notes below say what the library's sum is.
     options.setdefault("split_check", "off")
-    plan, of_ranks = _least_of_ranks(
-        lambda: library.plan(workload, target_batch=target_batch, world_size=loop.world_size, **options),
-        loop.world_size,
-    )
+    ranks = join_existing(loop.world_size) if loop.world_size > 1 else None
+    try:
+        plan = library.plan(workload, target_batch=target_batch, world_size=loop.world_size, **options)
+    except Exception:
+        if ranks is not None:
+            ranks.gather(0)
+        raise
+    remarks = [*loop.remarks]
+    if ranks is None and loop.world_size > 1:
+        remarks.append("each process has planned for itself, because they are not connected yet")
+    if ranks is not None:
+        limits = ranks.gather(plan.micro_batch)
+        rank = limits.index(min(limits))
+        if not limits[rank]:
+            raise DoesNotFitError(f"rank {rank} has no plan: its own message says why")
+        if limits[rank] < plan.micro_batch:
+            remarks.insert(0, f"all ranks run micro-batches of at most {limits[rank]}, as fit on rank {rank}")
+            plan = msgspec.structs.replace(plan, micro_batch=limits[rank])
     size, steps = even_split(plan)
+    remarks += _remarks(loop, workload, plan, size, steps)
     fields = {name: getattr(plan, name) for name in plan.__struct_fields__}
     fields |= {"micro_batch": size, "accumulation_steps": steps, "micro_batches": [size] * steps}
-    remarks = [*of_ranks, *loop.remarks, *_remarks(loop, workload, plan, size, steps)]
     fields["notes"] = [f"{loop.name}: {remark}" for remark in remarks]
-    return LibraryPlan(**fields, library=loop.name, loader=None if loader is None else loader(size))
-
-
-def _least_of_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[PlanResult, list[str]]:
-    """Plan on this rank, and take the smallest limit of all ranks; all of them call it.
-
-    Returns:
-        The plan, and a remark if another rank limits this one, or the others could not be asked.
-
-    Raises:
-        DoesNotFitError: another rank has no plan; its own message says why.
-    """
-    if world_size == 1:
-        return find(), []
-    ranks = join_existing(world_size)
-    if ranks is None:
-        return find(), [
-            "each process has planned for itself, because they are not connected before fit: on GPUs with "
-            "unlike free memory, give a memory_budget that all of them have, or plan in the callback"
-        ]
-    try:
-        plan = find()
-    except Exception:
-        ranks.gather(0)
-        raise
-    limits = ranks.gather(plan.micro_batch)
-    least = min(limits)
-    rank = limits.index(least)
-    if not least:
-        raise DoesNotFitError(f"rank {rank} has no plan: its own message says why")
-    if least == plan.micro_batch:
-        return plan, []
-    remark = f"all ranks run micro-batches of at most {least}, as fit on rank {rank}"
-    return msgspec.structs.replace(plan, micro_batch=least), [remark]
+    return LibraryPlan(**fields, library=loop.name)
 
 
 def _remarks(loop: LibraryLoop, workload: Workload, plan: PlanResult, size: int, steps: int) -> Iterator[str]:
@@ -156,20 +121,14 @@ def _remarks(loop: LibraryLoop, workload: Workload, plan: PlanResult, size: int,
     model: Any = workload.model
     yield from statistics_notes([layer.momentum for layer in batch_norms(model())], [size] * steps)
     data: Any = workload.train_data
-    rest = 0 if is_stream(data) else len(data) % plan.target_batch
-    rest -= rest % size if loop.drop_last else 0
-    if not rest:
-        return
-    text = f"the last step of each epoch has {rest} of {plan.target_batch} samples"
-    done = math.ceil(rest / size)
-    if loop.divides_by_plan and done < steps:
-        text += (
-            f" in {done} of {steps} micro-batches and is still divided by {steps}, so its gradient is "
-            f"{1 - done / steps:.0%} too small"
+    if not is_stream(data) and (rest := len(data) % plan.target_batch):
+        divided = (
+            f" and is still divided by {steps} micro-batches" if loop.divides_by_plan and steps > 1 else ""
         )
-    if loop.averages_means and rest % size and done > 1:
-        text += f"; the samples of its last micro-batch weigh {size / (rest % size):.2g} times as much"
-    yield f"{text}: autobatch.batches carries them into the next epoch"
+        yield (
+            f"the last step of each epoch has {rest} of {plan.target_batch} samples, or fewer if the loader "
+            f"drops some{divided}: autobatch.batches carries them into the next epoch"
+        )
 
 
 def precision_of(name: str, known: Mapping[str, Any], library: str) -> Any:
@@ -225,49 +184,30 @@ class Float32Outputs:
 def on_host(model: nn.Module) -> Iterator[None]:
     """Move a model to the host within the block, so that a probe on its device has room for a copy."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cpu":
-        yield
-        return
     model.to("cpu")
-    torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     try:
         yield
     finally:
         model.to(device)
 
 
-def check_resizable(loader: Any, *, before: str) -> None:
-    """Raise if a loader cannot be built again with another batch size.
-
-    Args:
-        loader: the user's loader.
-        before: the call of the library that replaces loaders by its own.
-    """
-    kind = type(loader)
-    # torchdata's loader takes the same arguments.
-    is_stateful = kind.__name__ == "StatefulDataLoader" and kind.__module__.startswith("torchdata.")
-    if kind is not DataLoader and not is_stateful:
+def check_resizable(loader: Any) -> None:
+    """Raise if the batch size of a loader cannot be changed."""
+    sampler = getattr(loader, "batch_sampler", None)
+    # That of torchdata's stateful loader has the same fields.
+    is_own = type(sampler) is not BatchSampler and not type(sampler).__module__.startswith("torchdata.")
+    if not isinstance(loader, DataLoader) or is_own:
+        made = f" whose batches {kind_of(sampler)} makes" if isinstance(loader, DataLoader) else ""
         raise InputError(
-            f"the loader must be a torch DataLoader before {before}, found {kind_of(loader)}: plan first, "
-            "then give plan.loader to the library"
-        )
-    sampler = loader.batch_sampler
-    if loader.batch_size is None and type(sampler) is not BatchSampler:
-        maker = "data that make" if sampler is None else f"{kind_of(sampler)} that makes"
-        raise InputError(
-            f"the loader has {maker} its batches, whose size cannot be changed: give it single samples, a "
-            "batch_size, and a sampler in place of a batch sampler"
+            f"the batch size of {kind_of(loader)}{made} cannot be changed: give a torch DataLoader of single "
+            "samples, with a batch_size, and plan before the library prepares it"
         )
 
 
-def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    """Return a loader of the same kind and data with another batch size, in samples."""
-    kept = {name: getattr(loader, name) for name in _LOADER_FIELDS}
-    if not isinstance(loader.dataset, IterableDataset):  # a stream has an order of its own
-        kept["sampler"] = loader.batch_sampler.sampler  # type: ignore[union-attr]
-    return type(loader)(batch_size=size, drop_last=drops_last(loader), **kept)
-
-
-def drops_last(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader leaves out a last batch that is short, as its batch sampler knows."""
-    return bool(getattr(loader.batch_sampler, "drop_last", False))
+def resize(loader: DataLoader[Any], size: int) -> None:
+    """Change the batch size of a loader, in samples."""
+    loader.batch_sampler.batch_size = size  # type: ignore[union-attr]
+    # A loader refuses another value, because only its sampler reads it.
+    object.__setattr__(loader, "batch_size", size)

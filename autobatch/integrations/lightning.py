@@ -13,12 +13,8 @@ Its loop is less exact than autobatch, as the notes of the plan and ``docs/loops
 
 from __future__ import annotations
 
+import copy
 import inspect
-import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -28,28 +24,29 @@ from torch.utils.data import DataLoader
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import Keywords
 from autobatch.core.records import Precision
-from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     LibraryLoop,
     LibraryPlan,
     check_resizable,
-    drops_last,
     on_host,
     plan_for,
     precision_of,
-    resized,
+    resize,
 )
 from autobatch.workload.contract import Workload, kind_of, parts_of
 from autobatch.workload.rng import preserved_random_state
 
 try:
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.utilities import rank_zero_info
 except ImportError:  # the same library under its older name
     from pytorch_lightning.callbacks import Callback
+    from pytorch_lightning.loggers.logger import DummyLogger
+    from pytorch_lightning.utilities import rank_zero_info
 
 __all__ = ["AutobatchFinder", "workload"]
 
-logger = logging.getLogger("autobatch")
 _PRECISIONS: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
@@ -76,81 +73,56 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
         if stage != "fit" or self.plan is not None:
             return
         source = trainer.fit_loop._data_source
-        if source.is_module():
-            self.plan = self._plan_for_module(trainer, pl_module)
-        else:  # fit got a loader
-            check_resizable(source.instance, before="trainer.fit")
-            with _outside_of_fit(pl_module, trainer):
-                self.plan = self._plan(trainer, pl_module, source.instance, partial(resized, source.instance))
-            source.instance = self.plan.loader
-        trainer.accumulate_grad_batches = self.plan.accumulation_steps
-
-    def _plan_for_module(self, trainer: Any, module: Any) -> LibraryPlan:
-        """Plan for the loader of the module or of its data module, which reads the batch size that is set."""
-        maker = module if trainer.datamodule is None else trainer.datamodule
-
-        def loader() -> DataLoader[Any]:
-            made = maker.train_dataloader()
-            if not isinstance(made, DataLoader):
-                raise InputError(f"train_dataloader must return one DataLoader, found {kind_of(made)}")
-            return made
-
-        with _outside_of_fit(module, trainer), kept_state(trainer.datamodule):
-            holder = _holder_of_batch_size(module, trainer.datamodule)
-            plan = self._plan(trainer, module, loader())
-            holder.batch_size = plan.micro_batch
-            if (size := loader().batch_size) != plan.micro_batch:
-                raise InputError(
-                    f"train_dataloader made a loader of {size} samples, after batch_size was set to "
-                    f"{plan.micro_batch}: let it read self.batch_size"
-                )
-        holder.batch_size = plan.micro_batch  # outside, because attributes are restored
-        return plan
-
-    def _plan(self, trainer: Any, module: Any, loader: DataLoader[Any], resize: Any = None) -> LibraryPlan:
+        given = None if source.is_module() else source.instance
+        holder = None
+        if given is None:
+            holder = _holder_of_batch_size(pl_module, trainer.datamodule)
+        else:
+            check_resizable(given)
         options = self._options.copy()
         options.setdefault("precision", precision_of(str(trainer.precision), _PRECISIONS, "Lightning"))
         if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") == "norm":
             options.setdefault("max_grad_norm", float(trainer.gradient_clip_val))
         loop = LibraryLoop(
-            name="Lightning",
-            world_size=trainer.world_size,
-            device=trainer.strategy.root_device,
-            divides_by_plan=True,
-            drop_last=drops_last(loader),
+            name="Lightning", world_size=trainer.world_size, device=trainer.strategy.root_device
         )
-        with on_host(module):
-            return plan_for(workload(module, loader), loop, self.target_batch, loader=resize, **options)
+        with on_host(pl_module), preserved_random_state():
+            module, data = _outside_of_fit(pl_module, trainer), copy.copy(trainer.datamodule)
+            maker = module if data is None else data
+            loader = maker.train_dataloader() if given is None else given
+            self.plan = plan_for(workload(module, loader), loop, self.target_batch, **options)
+            if given is None:
+                _holder_of_batch_size(module, data).batch_size = self.plan.micro_batch
+                loader = maker.train_dataloader()
+        if holder is None:
+            resize(loader, self.plan.micro_batch)
+        elif loader.batch_size != self.plan.micro_batch:
+            raise InputError(
+                f"train_dataloader made a loader of {loader.batch_size} samples, after batch_size was set to "
+                f"{self.plan.micro_batch}: let it read self.batch_size"
+            )
+        else:
+            holder.batch_size = self.plan.micro_batch
+        trainer.accumulate_grad_batches = self.plan.accumulation_steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Tell the plan, and let a resumed epoch begin with a whole step.
 
         A checkpoint of another plan has counted micro-batches of another size.
         """
-        plan = self.plan
-        if plan is None:
+        if self.plan is None:
             return
-        if not logger.isEnabledFor(logging.INFO) and trainer.is_global_zero:
-            sys.stderr.write(f"{plan}\n")
-        for line in str(plan).splitlines():
-            logger.info(line)
-        figures = {"target_batch": plan.target_batch, "micro_batch": plan.micro_batch}
-        for tracker in trainer.loggers:
-            tracker.log_hyperparams({f"autobatch/{name}": value for name, value in figures.items()})
+        rank_zero_info(str(self.plan))
         loop = trainer.fit_loop.epoch_loop
         read = loop.batch_progress.current
         steps = loop.automatic_optimization.optim_progress.optimizer.step.current.completed
-        whole = steps * plan.accumulation_steps
-        if not loop.restarting or loop.batch_progress.is_last_batch or whole == read.ready:
-            return
-        logger.warning(
-            "Lightning: the checkpoint is from %d steps and %d micro-batches within an epoch, which count as "
-            "%d micro-batches of this plan, so that its steps are whole",
-            *(steps, read.ready, whole),
-        )
-        behind = whole - read.ready
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(read, name, getattr(read, name) + behind)
+        behind = steps * self.plan.accumulation_steps - read.ready
+        if loop.restarting and not loop.batch_progress.is_last_batch and behind:
+            rank_zero_info(
+                f"Lightning: the {steps} steps of the checkpoint count as whole steps of this plan"
+            )
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(read, name, getattr(read, name) + behind)
 
 
 def workload(module: Any, loader: DataLoader[Any]) -> Workload:
@@ -226,61 +198,37 @@ def _holder_of_batch_size(module: Any, datamodule: Any) -> Any:
     )
 
 
-@contextmanager
-def _outside_of_fit(module: Any, trainer: Any) -> Iterator[None]:
-    """Let the hooks of a module run within the block although ``fit`` is not that far.
+def _outside_of_fit(module: Any, trainer: Any) -> Any:
+    """Return a copy of a module whose hooks run although ``fit`` is not that far, and which logs nothing.
 
-    ``fit`` sets up the module and builds its layers later. Its state and the random states are restored.
+    ``fit`` sets up the module and builds its layers later.
     """
-    outside = _NoFit(trainer)
-    with kept_state(module):
-        module._trainer = outside
-        module.log = module.log_dict = module.print = lambda *_, **__: None
-        module.optimizers = lambda use_pl_optimizer=True: _one_or_all(outside.optimizers)
-        module.lr_schedulers = lambda: _one_or_all(outside.schedules) or None
-        with preserved_random_state():
-            module.setup("fit")
-            module.configure_model()
-            outside.optimizers, outside.schedules = _configured(module)
-        yield
+    copied = copy.deepcopy(module)
+    outside = _Outside(trainer)
+    copied._trainer = outside
+    copied.log = copied.log_dict = copied.print = lambda *_, **__: None
+    copied.setup("fit")
+    copied.configure_model()
+    outside.optimizers, schedules = _configured(copied)
+    copied.optimizers = lambda use_pl_optimizer=True: outside.optimizers[0]
+    copied.lr_schedulers = lambda: schedules[0] if schedules else None
+    return copied
 
 
-class _NoFit:
-    """A trainer outside of ``fit``, which logs nothing and is not copied with its module.
+class _Outside:
+    """A trainer outside of ``fit``, which logs nothing.
 
     Args:
         trainer: whose other attributes are passed on.
     """
 
     estimated_stepping_batches = 1000
-    barebones = True
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.logger = None if trainer.logger is None else _Silent()
-        self.loggers = [_Silent() for _ in trainer.loggers]
+        self.loggers = [DummyLogger() for _ in trainer.loggers]
+        self.logger = self.loggers[0] if self.loggers else None
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.schedules: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
-
-    def __deepcopy__(self, _: Any) -> _NoFit:
-        return self
-
-
-class _Silent:
-    """A logger that ignores every call."""
-
-    def __getattr__(self, name: str) -> _Silent:
-        if name.startswith("__"):  # such as __deepcopy__, which callers only use if it is there
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *_: Any, **__: Any) -> _Silent:
-        """Do nothing."""
-        return self
-
-
-def _one_or_all(several: list[Any]) -> Any:
-    return several[0] if len(several) == 1 else several

@@ -12,11 +12,10 @@ Its loop is less exact than autobatch, as the notes of the plan and ``docs/loops
 
 from __future__ import annotations
 
-import inspect
+import copy
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
 from functools import partial
 from typing import Any, Unpack
 
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import Keywords
-from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,
@@ -42,6 +40,9 @@ from autobatch.workload.streams import scanned
 from autobatch.workload.user_code import user_code
 
 __all__ = ["plan", "workload"]
+
+MOST_ITEMS = 1000
+"""Items of a list or dictionary above which it counts as data, which no loss writes."""
 
 
 def plan(trainer: Any, *, target_batch: int, **options: Unpack[Keywords]) -> LibraryPlan:
@@ -63,22 +64,22 @@ def plan(trainer: Any, *, target_batch: int, **options: Unpack[Keywords]) -> Lib
     _check(trainer)
     options.setdefault("precision", "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
     options.setdefault("max_grad_norm", args.max_grad_norm or None)
-    with _probing(trainer):
-        is_scaled, remarks = _ask_for_scaling(trainer)
+    copied = _copied(trainer)
+    is_scaled, remarks = _ask_for_scaling(copied)
     if remarks:
-        trainer.loss_is_scaled_for_ga = is_scaled
+        trainer.loss_is_scaled_for_ga = copied.loss_is_scaled_for_ga = is_scaled
     loop = LibraryLoop(
         name="Trainer",
         world_size=args.world_size,
         device=args.device,
         divides_by_plan=False,
         averages_means=not is_scaled,
-        drop_last=args.dataloader_drop_last,
         sets_rate=trainer.optimizer is None,
         remarks=remarks,
     )
-    with on_host(trainer.model), _checkpointing(trainer), _probing(trainer):
-        planned = plan_for(workload(trainer), loop, target_batch, **options)
+    with on_host(trainer.model):
+        copied.model = _prepared(copy.deepcopy(trainer.model), args)
+        planned = plan_for(_workload(copied, trainer.model), loop, target_batch, **options)
     args.per_device_train_batch_size = planned.micro_batch
     args.gradient_accumulation_steps = planned.accumulation_steps
     if trainer.optimizer is None:
@@ -100,20 +101,64 @@ def workload(trainer: Any) -> Workload:
     Raises:
         InputError: the trainer has no training data.
     """
+    return _workload(trainer, trainer.model)
+
+
+def _workload(trainer: Any, original: nn.Module) -> Workload:
+    """Build the workload of a trainer, or of its copy; ``original`` is the model that its optimizer knows."""
     if trainer.train_dataset is None:
         raise InputError("the Trainer has no train_dataset: give it one before you plan")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a batch size that is about to change
         parts = parts_of(trainer.get_train_dataloader())
+
+    def optimizer(model: nn.Module, _: float) -> Any:
+        own = trainer.optimizer
+        if own is not None:
+            return rebuilt(getattr(own, "optimizer", own), original, model)
+        maker = copy.copy(trainer)  # which keeps the model and the optimizer
+        maker.model = model
+        return maker.create_optimizer()
+
+    rate = float(trainer.args.learning_rate)
+    if trainer.optimizer is not None:
+        group = trainer.optimizer.param_groups[0]
+        rate = float(group.get("initial_lr", group["lr"]))  # a schedule may have changed it
     return Workload(
         model=lambda: trainer.model,
         train_data=parts["train_data"],
         collate=parts["collate"],
         loss=partial(_loss, trainer),
-        optimizer=lambda model, _: _optimizer(trainer, model),
-        learning_rate=_learning_rate(trainer),
+        optimizer=optimizer,
+        learning_rate=rate,
         name=type(trainer.model).__name__,
     )
+
+
+def _copied(trainer: Any) -> Any:
+    """Return a copy of a trainer that logs nothing, and keeps to itself what its loss keeps.
+
+    It counts as if its rank were alone, because others probe other samples, or none.
+    """
+    copied = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        if isinstance(value, list | dict | set | deque) and len(value) <= MOST_ITEMS:
+            setattr(copied, name, copy.deepcopy(value))
+    copied.args = copy.copy(trainer.args)
+    copied.args.average_tokens_across_devices = False
+    copied.log = lambda *_, **__: None
+    return copied
+
+
+def _prepared(model: nn.Module, args: Any) -> nn.Module:
+    """Let a model checkpoint its activations if the arguments ask for it, as ``train()`` does."""
+    word = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
+    enable = getattr(model, f"{word}_checkpointing_enable", None)
+    if getattr(args, f"{word}_checkpointing") and enable is not None:
+        kwargs = dict(getattr(args, f"{word}_checkpointing_kwargs") or {})
+        more = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+        enable(**{f"{word}_checkpointing_kwargs": kwargs or None}, **more)
+    return model
 
 
 def _loss(trainer: Any, model: nn.Module, inputs: Any) -> Tensor | Loss:
@@ -127,27 +172,15 @@ def _loss(trainer: Any, model: nn.Module, inputs: Any) -> Tensor | Loss:
 def _compute(trainer: Any, model: nn.Module, inputs: Any, count: Any) -> Tensor:
     # As accelerate prepares a model: in 16 bits its outputs are copied to float32.
     called = model if trainer.accelerator.mixed_precision == "no" else Float32Outputs(model)
-    with _on_one_rank(trainer):
-        # compute_loss may remove the labels from its inputs.
-        loss: Tensor = trainer.compute_loss(called, dict(inputs), num_items_in_batch=count)
+    # compute_loss may remove the labels from its inputs.
+    loss: Tensor = trainer.compute_loss(called, dict(inputs), num_items_in_batch=count)
     return loss
 
 
 def _count(trainer: Any, inputs: Collated) -> Any:
-    """Return ``num_items_in_batch`` of a micro-batch on one rank; None if the trainer counts none."""
+    """Return ``num_items_in_batch`` of a micro-batch; None if the trainer counts none."""
     device = next((p.device for p in trainer.model.parameters()), None)
-    with _on_one_rank(trainer):
-        return trainer.get_batch_samples(iter([inputs]), 1, device)[1]
-
-
-@contextmanager
-def _on_one_rank(trainer: Any) -> Iterator[None]:
-    """Count and scale within the block as if this rank were alone: others probe other samples, or none."""
-    gathers, trainer.args.average_tokens_across_devices = trainer.args.average_tokens_across_devices, False
-    try:
-        yield
-    finally:
-        trainer.args.average_tokens_across_devices = gathers
+    return trainer.get_batch_samples(iter([inputs]), 1, device)[1]
 
 
 def _is_scaled(trainer: Any, count: Any) -> bool:
@@ -166,22 +199,24 @@ def _ask_for_scaling(trainer: Any) -> tuple[bool, list[str]]:
     Returns:
         True if it does, and a remark if the trainer takes the loss for another kind.
     """
-    args, model, steps = trainer.args, trainer.model, trainer.args.gradient_accumulation_steps
-    two = scanned(workload(trainer), most=2)
-    losses = []
+    two = scanned(_workload(trainer, trainer.model), most=2)
+    asked, model, losses = copy.copy(trainer), trainer.model, []
+    asked.args = copy.copy(trainer.args)
+    modes = [(module, module.training) for module in model.modules()]
     try:
         with user_code("loss"), preserved_random_state(), trainer.compute_loss_context_manager():
             inputs = load_micro_batch(two, range(min(2, len(two.train_data))))  # type: ignore[arg-type]
             inputs = to_device(inputs, next(p.device for p in model.parameters()))
-            count = _count(trainer, inputs)
+            count = _count(asked, inputs)
             model.eval()
             for parts in (1, 2):
-                trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps = parts
+                asked.current_gradient_accumulation_steps = asked.args.gradient_accumulation_steps = parts
                 with torch.no_grad(), preserved_random_state():
                     whole = None if count is None else count * parts
-                    losses.append(float(_compute(trainer, model, inputs, whole)))
+                    losses.append(float(_compute(asked, model, inputs, whole)))
     finally:
-        args.gradient_accumulation_steps = steps
+        for module, is_training in modes:
+            module.training = is_training
     is_taken_as_scaled = _is_scaled(trainer, count)
     if not losses[0] or not math.isfinite(losses[0]):
         return is_taken_as_scaled, []
@@ -193,57 +228,6 @@ def _ask_for_scaling(trainer: Any) -> tuple[bool, list[str]]:
         f"compute_loss {does} num_items_in_batch, so trainer.loss_is_scaled_for_ga = {is_scaled} was set: "
         f"the losses of micro-batches are {so}"
     ]
-
-
-@contextmanager
-def _probing(trainer: Any) -> Iterator[None]:
-    """Keep a trainer and its model as they are around a probe, which is no training and logs nothing."""
-    with kept_state(trainer, trainer.model, trainer.compute_loss_func):
-        trainer.log = lambda *_, **__: None
-        yield
-
-
-def _optimizer(trainer: Any, model: nn.Module) -> Any:
-    """Build the trainer's optimizer for a model, which may be a copy; its own one stays."""
-    if trainer.optimizer is not None:
-        return rebuilt(getattr(trainer.optimizer, "optimizer", trainer.optimizer), trainer.model, model)
-    takes_model = "model" in inspect.signature(trainer.create_optimizer).parameters
-    own = trainer.model
-    try:
-        if takes_model:
-            return trainer.create_optimizer(model)
-        trainer.model = model
-        return trainer.create_optimizer()
-    finally:
-        trainer.model, trainer.optimizer = own, None
-
-
-def _learning_rate(trainer: Any) -> float:
-    """Return the learning rate of the optimizer that the trainer was given, else that of the arguments."""
-    if trainer.optimizer is None:
-        return float(trainer.args.learning_rate)
-    group = trainer.optimizer.param_groups[0]
-    return float(group.get("initial_lr", group["lr"]))  # a schedule may have changed it
-
-
-@contextmanager
-def _checkpointing(trainer: Any) -> Iterator[None]:
-    """Checkpoint activations within the block if the arguments ask for it, as ``train()`` does."""
-    args, model = trainer.args, trainer.model
-    word = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
-    is_on = bool(getattr(model, f"is_{word}_checkpointing", False))
-    is_asked = getattr(args, f"{word}_checkpointing") and hasattr(model, f"{word}_checkpointing_enable")
-    if is_on or not is_asked:
-        yield
-        return
-    kwargs = dict(getattr(args, f"{word}_checkpointing_kwargs") or {})
-    more = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
-    enable = getattr(model, f"{word}_checkpointing_enable")
-    enable(**{f"{word}_checkpointing_kwargs": kwargs or None}, **more)
-    try:
-        yield
-    finally:
-        getattr(model, f"{word}_checkpointing_disable")()
 
 
 def _check(trainer: Any) -> None:
