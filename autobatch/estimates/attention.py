@@ -29,7 +29,6 @@ class Attention(NamedTuple):
     key: Tensor
     value: Tensor
     mask: Tensor | None
-    dropout: float
     is_causal: bool
     is_grouped: bool
 
@@ -71,8 +70,8 @@ class Attention(NamedTuple):
         )
 
 
-def attention_operator(choose: Callable[[Attention], Kernel]) -> Callable[..., Tensor]:
-    """Return the operator that runs the kernel of a function's choice."""
+def attention_operator(capability: Capability) -> Callable[..., Tensor]:
+    """Return the operator that runs the kernel of a GPU of this compute capability."""
 
     def attend(  # noqa: PLR0917 - the operator's own signature
         query: Tensor,
@@ -87,8 +86,7 @@ def attention_operator(choose: Callable[[Attention], Kernel]) -> Callable[..., T
     ) -> Tensor:
         head = query.shape[-1]
         scale = head**-0.5 if scale is None else scale
-        call = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        kernel = choose(call)
+        kernel = Attention(query, key, value, attn_mask, is_causal, enable_gqa).kernel_on(capability)
         found: Any
         if kernel == "flash":
             q, k, v = (_padded(x, 8) for x in (query, key, value))

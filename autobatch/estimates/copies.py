@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import multiprocessing.connection
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,7 +30,8 @@ LOOK_SECONDS = 1.0
 STUCK_SECONDS = 20.0
 """Time without any computation after which a copy counts as stuck. A trace only computes, but a copy may wait
 for a lock that another thread of this process held at the fork."""
-Answer = tuple[Literal["result", "error", "call here"], object]
+CALL_HERE = None
+"""Answer of a copy that cannot make the call."""
 T = TypeVar("T")
 
 
@@ -47,12 +48,9 @@ def can_copy() -> bool:
 def run_in_copies(functions: Sequence[Callable[[], T]]) -> list[T]:
     """Call each function in a copy of this process, and return their results, which are pickled.
 
-    A function is called here if no copy is possible (`can_copy`). It is called here again if it raised an
-    error that is not autobatch's own, so that the error has its class and traceback, or if its copy is stuck.
-
-    Args:
-        functions: what to call. They see everything that this process has, and nothing that they change
-            stays.
+    They see everything that this process has, and nothing that they change stays. A function is called here
+    if no copy is possible (`can_copy`). It is called here again if it raised an error that is not autobatch's
+    own, so that the error has its class and traceback, or if its copy is stuck.
 
     Raises:
         AutobatchError: a function raised it, or its copy crashed.
@@ -63,68 +61,63 @@ def run_in_copies(functions: Sequence[Callable[[], T]]) -> list[T]:
     import torch._dynamo.config
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
-    waiting, running = list(enumerate(functions)), dict[int, _Copy]()
-    answers: dict[int, Answer] = {}
+    waiting, running = [*enumerate(functions)], dict[Connection, tuple[int, Any]]()
+    answers: dict[int, tuple[T] | AutobatchError | None] = {}
+    worked: dict[Connection, tuple[str | None, float]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < usable_cores():
                 number, function = waiting.pop(0)
-                running[number] = _Copy(function)
-            multiprocessing.connection.wait([copy.answers for copy in running.values()], LOOK_SECONDS)
-            for number, copy in list(running.items()):
-                answer = copy.answer()
-                if answer is not None:
-                    answers[number] = answer
-                    running.pop(number).end()
+                connection, process = _start(function)
+                running[connection] = number, process
+            ready = wait([*running], LOOK_SECONDS)
+            for connection, (number, process) in [*running.items()]:
+                ran, now = _run_time(process.pid), time.monotonic()
+                before, since = worked.get(connection, (None, now))
+                if connection in ready:
+                    answers[number] = _answer(connection, process)
+                elif ran is not None and ran == before and now - since >= STUCK_SECONDS:
+                    answers[number] = CALL_HERE
+                else:
+                    worked[connection] = ran, since if ran == before else now
+                    continue
+                del running[connection]
+                process.kill()
+                process.join()
     finally:
-        for copy in running.values():
-            copy.end()
+        for _, process in running.values():
+            process.kill()
+            process.join()
     results: list[T] = []
     for number, function in enumerate(functions):
-        kind, content = answers[number]
-        if kind == "error":
-            raise cast(AutobatchError, content)
-        results.append(function() if kind == "call here" else cast(T, content))
+        answer = answers[number]
+        if isinstance(answer, AutobatchError):
+            raise answer
+        results.append(function() if answer is CALL_HERE else answer[0])
     return results
 
 
-class _Copy:
-    """A copy of this process that calls a function."""
+def _start(function: Callable[[], object]) -> tuple[Connection, Any]:
+    """Start a copy of this process that calls a function."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, function))
+    with hold_back_signals({signal.SIGINT}, with_tracker=False), warnings.catch_warnings():
+        # Python warns of threads, which the copy does not have.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    theirs.close()
+    return ours, process
 
-    def __init__(self, function: Callable[[], object]) -> None:
-        context = multiprocessing.get_context("fork")
-        self.answers, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve, args=(theirs, function))
-        with hold_back_signals({signal.SIGINT}, with_tracker=False), warnings.catch_warnings():
-            # Python warns of threads, which the copy does not have.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._process.start()
-        theirs.close()
-        self._ran: str | None = None
-        self._worked_at = time.monotonic()
 
-    def answer(self) -> Answer | None:
-        """Return the answer, None if there is none yet."""
-        if self.answers.poll():
-            try:
-                return cast(Answer, self.answers.recv())
-            except EOFError:
-                self._process.join()
-                code = self._process.exitcode
-                return "error", AutobatchError(
-                    f"the process that traced the step ended without an answer (exit code {code})"
-                )
-        ran = _run_time(self._process.pid)
-        if ran is None or ran != self._ran:
-            self._worked_at, self._ran = time.monotonic(), ran
-        is_stuck = time.monotonic() - self._worked_at >= STUCK_SECONDS
-        return ("call here", None) if is_stuck else None
-
-    def end(self) -> None:
-        """End the process."""
-        self.answers.close()
-        self._process.kill()
-        self._process.join()
+def _answer(connection: Connection, process: Any) -> Any:
+    """Receive the answer of a copy."""
+    try:
+        return connection.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        return AutobatchError(f"the process that traced the step ended without an answer (exit code {code})")
 
 
 def _serve(connection: Connection, function: Callable[[], object]) -> None:
@@ -138,24 +131,22 @@ def _serve(connection: Connection, function: Callable[[], object]) -> None:
     gc.disable()
     # The threads of OpenMP do not exist here. As in a loader worker, nothing may wait for them.
     torch.set_num_threads(1)
-    answer: Answer
-    try:
-        # A CUDA build of torch refuses autograd in a fork if it ran before it, even without a GPU.
-        torch.ones((), requires_grad=True, device="cpu").backward()  # type: ignore[no-untyped-call]
-        answer = "result", function()
-    except AutobatchError as error:
-        answer = "error", error
-    except (Exception, SystemExit):
-        answer = "call here", None
+    answer: object = CALL_HERE
+    with suppress(Exception, SystemExit):
+        try:
+            # A CUDA build of torch refuses autograd in a fork if it ran before it, even without a GPU.
+            torch.ones((), requires_grad=True, device="cpu").backward()  # type: ignore[no-untyped-call]
+            answer = (function(),)
+        except AutobatchError as error:
+            answer = error
     connection.send(answer)
 
 
-def _run_time(process: int | None) -> str | None:
-    """Return the time for which a process ran, as the system writes it; None where it does not tell.
+def _run_time(process: int) -> str | None:
+    """Return the time for which a process ran, as the system writes it; None if it does not tell.
 
     A process that waits for its own copies runs at each look at them.
     """
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{process}/schedstat").read_text()
-    except OSError:
-        return None
+    return None

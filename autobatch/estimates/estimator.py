@@ -3,34 +3,66 @@
 The model is built on the meta device if its constructor allows that, so that a model of many billions of
 parameters needs no memory. A rank that has a whole model is traced with the buffer in which ranks sum their
 gradients; a rank that has a part of it is traced through FSDP2 itself, as rank 0 of a process group that
-exchanges nothing.
+exchanges nothing. Allocations differ between GPUs that run other kernels, between ways to share a step among
+ranks, and with each change that may help. Everything else, for example the budget, is a replay.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
+import torch
+from msgspec.structs import replace
+from torch import nn
 
-from autobatch.core.errors import DoesNotFitError
+from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Plan, RankEstimate, Remedy
+from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy
 from autobatch.core.units import format_bytes
+from autobatch.device.oom import memory_named
 from autobatch.device.profiles import HardwareProfile
+from autobatch.estimates.attention import GENERATIONS, Capability
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.footprints import Footprint, Unpredictable, footprints
+from autobatch.estimates.footprints import Footprint, Unpredictable, footprint
 from autobatch.estimates.gpus import Gpus
-from autobatch.estimates.suggestions import helpful, in_words, with_changes
-from autobatch.estimates.traces import Layout, Traces
+from autobatch.estimates.suggestions import Change, changes_of, helpful, in_words
+from autobatch.estimates.traced_step import TracedStep
 from autobatch.footprint.explain import explain
 from autobatch.planning import make_plan
+from autobatch.rehearsal.setup import build_model, check_loss_of_ranks, whole_batch_notes
 from autobatch.report.result import Estimates
+from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import WholeBatchLoss, Workload
+from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.streams import scanned, stream_notes
+
+if TYPE_CHECKING:  # importing FSDP takes a second
+    from autobatch.distributed.sharding.model import Sharding
+
+
+class Layout(NamedTuple):
+    """The ranks of a step, and what each of them holds."""
+
+    world: int = 1
+    parallel: Parallel = "replicate"
+    """``shard`` if they share the model, ``replicate`` if each has a whole one."""
+
+    @contextmanager
+    def sharding(self) -> Iterator[Sharding | None]:
+        """Act as a rank of this layout within the block: rank 0 of a group that exchanges nothing."""
+        if self.parallel == "replicate":
+            yield None
+            return
+        from autobatch.distributed.sharding.build import fake_ranks
+        from autobatch.distributed.sharding.model import Sharding
+
+        with fake_ranks(self.world) as mesh:
+            yield Sharding(mesh)
 
 
 def estimate_limits(workload: Workload, options: Options) -> Estimates:
@@ -50,41 +82,65 @@ def estimate_limits(workload: Workload, options: Options) -> Estimates:
 
 
 class Estimator:
-    """Predictions for a workload."""
+    """Predictions for a workload, of which each footprint is traced once.
+
+    Raises:
+        InputError: the model or the data are invalid.
+    """
 
     def __init__(self, workload: Workload, options: Options, gpus: Gpus) -> None:
         seed_everything(options.device.seed)
-        self._options, self._gpus = options, gpus
-        self._traces = Traces(workload, options, gpus)
-        self._may_share = gpus.world > 1 and not isinstance(workload.loss, WholeBatchLoss)
+        self._workload, self._options, self._gpus = workload, options, gpus
+        is_whole = isinstance(workload.loss, WholeBatchLoss)
+        self._whole_batch = options.batch.target_batch if is_whole else None
+        self._model, self._build_notes = on_meta(workload)
+        self._gradient_dtype = gradient_dtype_of(self._model, options.device.gradient_dtype)
+        self._worst_case = WorstCaseSampler(workload)
+        self._worst_case.check_collate()
+        self._batch_of = cache(self._worst_case.batch)
+        self._known: dict[tuple[Layout, Capability], Footprint] = {}
+        """By layout, and by the generation of the GPU."""
+        self._may_share = gpus.world > 1 and not is_whole
         """True if the ranks may share a model."""
 
     def estimates(self) -> Estimates:
         """Predict for each GPU; for a single one, or if none suffices, also predict what would help."""
-        found, gpus = self.limits(), self._gpus
-        helped = max(found, key=lambda one: one.budget_bytes)
-        if len(found) == 1 or not any(one.fits for one in found):
-            at = found.index(helped)
-            remedies = self._remedies(gpus.asked[at], helped)
-            found[at] = helped = msgspec.structs.replace(helped, remedies=remedies)
+        gpus = self._gpus
+        found = with_remedies(self.limits(), gpus, self._remedies)
         table = self._table() if gpus.world > 1 else []
-        if not any(one.fits for one in found):
-            raise nothing_fits(found, helped, self._options.search.micro_batch or 1, table)
-        notes = [f"{one.profile}: {one.parallel_reason}" for one in found if one.parallel_reason]
-        notes += [*gpus.notes(found), *stream_notes(self._traces.workload.train_data), *self._traces.notes()]
-        ordered = found if gpus.are_named else sorted(found, key=_need)
+        notes = [
+            f"{estimate.profile}: {estimate.parallel_reason}"
+            for estimate in found
+            if estimate.parallel_reason
+        ]
+        notes += [*gpus.notes(found), *stream_notes(self._workload.train_data), *self._notes()]
+        ordered = found if gpus.are_named else sorted(found, key=need)
         return Estimates(estimates=ordered, over_ranks=table, notes=list(dict.fromkeys(notes)))
 
     def limits(self) -> list[Estimate]:
         """Predict what fits on each GPU that was asked about."""
-        start = time.perf_counter()
-        chosen = [self._choose(gpu, self._gpus.world) for gpu in self._gpus.asked]
-        predictions = [
-            partial(self._limit, gpu, self._footprint(gpu, layout), layout, reason)
-            for gpu, (layout, reason) in zip(self._gpus.asked, chosen, strict=True)
-        ]
+        start, predictions = time.perf_counter(), []
+        for gpu in self._gpus.asked:
+            layout, reason = self._choose(gpu, self._gpus.world)
+            step = self._footprint(gpu, layout)
+            predictions.append(partial(self._limit, gpu, step, layout, reason))
         found = run_in_copies(predictions)
-        return [msgspec.structs.replace(one, seconds=time.perf_counter() - start) for one in found]
+        return [replace(estimate, seconds=time.perf_counter() - start) for estimate in found]
+
+    def step(self, gpu: HardwareProfile, layout: Layout) -> TracedStep:
+        """Return what is traced for a GPU."""
+        return TracedStep(
+            workload=self._workload,
+            model=self._model,
+            batch_of=self._batch_of,
+            precision=self._gpus.precision,
+            gradient_dtype=self._gradient_dtype,
+            capability=gpu.compute_capability,
+            multiple=self._options.search.micro_batch_multiple,
+            samples=self._whole_batch,
+            sharding=layout.sharding,
+            world=layout.world if layout.parallel == "replicate" else 1,
+        )
 
     def _limit(self, gpu: HardwareProfile, step: Footprint, layout: Layout, reason: str | None) -> Estimate:
         """Predict what fits on one GPU, without what would help."""
@@ -103,7 +159,7 @@ class Estimator:
             fits=found.fits,
             peak_allocated_bytes=found.outcome.peak_allocated_bytes,
             peak_reserved_bytes=found.outcome.peak_reserved_bytes,
-            plan=self._plan(gpu, found.micro_batch, step.multiple) if found.fits else None,
+            plan=self._plan(found.micro_batch, step.multiple) if found.fits else None,
             memory={**where.by_kind, "workspaces of cuBLAS": spending.held_bytes},
             modules=where.by_module,
             phase=where.phase,
@@ -114,32 +170,40 @@ class Estimator:
         )
 
     def _choose(self, gpu: HardwareProfile, world: int) -> tuple[Layout, str | None]:
-        """Return the layout that was asked for; else replicas if one sample fits, and shards if not."""
-        asked = self._options.ranks.parallel
-        if world == 1 or asked == "replicate":
-            return self._traces.layout("replicate", world), None
-        if asked == "shard":
-            return self._traces.layout("shard", world), None
-        replicas = self._traces.layout("replicate", world)
-        if not self._may_share:
-            return replicas, "the loss sees the whole batch, so each rank has a whole model"
-        step = self._footprint(gpu, replicas)
-        if self._gpus.spending(gpu)._replace(cap=step.multiple).largest(step)[0]:
-            return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
-        return (
-            self._traces.layout("shard", world),
-            "no whole model fits on a rank, so the ranks share it (--parallel shard)",
-        )
+        """Return the layout that was asked for; else replicas if one sample fits, and shards if not.
 
-    def _remedies(self, gpu: HardwareProfile, one: Estimate) -> list[Remedy]:
+        Raises:
+            InputError: the ranks cannot sum the loss.
+        """
+        asked, replicas = self._options.ranks.parallel, Layout(world)
+        if world == 1 or asked == "replicate":
+            return replicas, None
+        reason = None
+        if asked != "shard":
+            if not self._may_share:
+                return replicas, "the loss sees the whole batch, so each rank has a whole model"
+            step = self._footprint(gpu, replicas)
+            if self._gpus.spending(gpu)._replace(cap=step.multiple).largest(step)[0]:
+                return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
+            reason = "no whole model fits on a rank, so the ranks share it (--parallel shard)"
+        return self._shared(world), reason
+
+    def _shared(self, world: int) -> Layout:
+        """Return the layout of ranks that share a model."""
+        check_loss_of_ranks(self._workload, world)
+        # Here, or each copy would import it again.
+        import autobatch.distributed.sharding.build  # noqa: F401
+
+        return Layout(world, "shard")
+
+    def _remedies(self, gpu: HardwareProfile) -> list[Remedy]:
         """Return what would let more fit."""
         layout = self._choose(gpu, self._gpus.world)[0]
-        step = self._footprint(gpu, layout)
-        changes = with_changes(self._traces.step(gpu, layout), step)
-        if self._may_share and layout.shards is None:
-            shared = self._traces.layout("shard", self._gpus.world)
-            changes["shard"] = "--parallel shard", footprints([self._traces.step(gpu, shared)], step.only)[0]
-        return helpful(step, changes, self._gpus.spending(gpu))
+        changes = [*changes_of(self.step(gpu, layout))]
+        if self._may_share and layout.parallel == "replicate":
+            shared = self.step(gpu, self._shared(self._gpus.world))
+            changes.append(Change("shard", "--parallel shard", shared))
+        return helpful(self._footprint(gpu, layout), changes, self._gpus.spending(gpu))
 
     def _table(self) -> list[RankEstimate]:
         """Predict for all numbers of ranks that were asked for."""
@@ -162,60 +226,95 @@ class Estimator:
         )
 
     def _footprint(self, gpu: HardwareProfile, layout: Layout) -> Footprint:
-        try:
-            return self._traces.footprint(gpu, layout)
-        except Unpredictable as error:
-            raise Unpredictable(
-                f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model of "
-                "that GPU's allocator"
-            ) from error
+        """Return the footprint of a step on a GPU.
 
-    def _plan(self, gpu: HardwareProfile, micro_batch: int, multiple: int) -> Plan | None:
+        Raises:
+            AutobatchError: the step cannot be traced.
+        """
+        generation = max(GENERATIONS[0], *(first for first in GENERATIONS if first <= gpu.compute_capability))
+        if (layout, generation) not in self._known:
+            try:
+                self._known[layout, generation] = footprint(self.step(gpu, layout))
+            except Unpredictable as error:
+                raise Unpredictable(
+                    f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model "
+                    "of that GPU's allocator"
+                ) from error
+        return self._known[layout, generation]
+
+    def _plan(self, micro_batch: int, multiple: int) -> Plan | None:
         if self._options.batch.target_batch is None:
             return None
-        workload = self._traces.workload
         return make_plan(
             target_batch=self._options.batch.target_batch,
             micro_batch_limit=micro_batch,
             world_size=self._gpus.world,
             multiple=multiple,
-            learning_rate=workload.learning_rate,
-            base_batch=workload.base_batch,
+            learning_rate=self._workload.learning_rate,
+            base_batch=self._workload.base_batch,
             precision=self._gpus.precision,
-            gradient_dtype=self._traces.gradient_dtype,
+            gradient_dtype=self._gradient_dtype,
         )
 
+    def _notes(self) -> Iterator[str]:
+        """Yield remarks on the workload and its traces, one per line."""
+        yield from self._worst_case.notes
+        yield from self._build_notes
+        yield from whole_batch_notes(self._workload, self._whole_batch)
+        yield from gradient_sum_notes(self._model, self._gradient_dtype)
+        for step in self._known.values():
+            yield from step.notes
 
-def _need(one: Estimate) -> tuple[float, int]:
-    """Return what to sort by: GPUs that need the fewest micro-batches come first, small ones before large."""
-    if not one.fits:
-        return math.inf, one.budget_bytes
-    return (0 if one.plan is None else one.plan.accumulation_steps), one.budget_bytes
 
+def on_meta(workload: Workload) -> tuple[nn.Module, list[str]]:
+    """Build the workload's model without memory for its parameters, or on the CPU with a note.
 
-def nothing_fits(
-    estimates: Sequence[Estimate], most: Estimate, asked: int, table: Sequence[RankEstimate]
-) -> DoesNotFitError:
-    """Build the error that a micro-batch fits on no GPU: where its memory goes, and what helps.
-
-    Args:
-        estimates: for all GPUs.
-        most: for the largest of them.
-        asked: the micro-batch.
-        table: predictions for more ranks.
+    Raises:
+        InputError: ``Workload(model=…)`` returns no module.
+        DoesNotFitError: its constructor needs values, for which the memory of this machine does not suffice.
     """
-    where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
-    names = ", ".join(one.profile for one in estimates)
-    where_not = f"not to fit on {names}" if len(estimates) == 1 else f"to fit on none of {names}"
-    text = (
-        f"a micro-batch of {asked} is predicted {where_not}: it takes "
-        f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has a budget of "
-        f"{format_bytes(most.budget_bytes)}. What helps: a larger GPU{in_words(most.remedies)}"
-    )
-    fitting = [one for one in table if one.micro_batch]
-    if fitting:
-        best = min(fitting, key=lambda one: (one.world_size, one.budget_bytes))
-        text += (
-            f", {best.world_size} ranks on {best.profile} (a micro-batch of {best.micro_batch:,} fits there)"
+    try:
+        with torch.device("meta"):
+            return build_model(workload), []
+    except InputError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+    with memory_named("the model was built"):
+        model = build_model(workload)
+    size = format_bytes(sum(p.numel() * p.element_size() for p in model.parameters()))
+    return model, [
+        f"the model cannot be built on the meta device ({reason}), so it was built on the CPU, where its "
+        f"parameters take {size}: let its constructor read no values of tensors"
+    ]
+
+
+def need(estimate: Estimate) -> tuple[bool, int, int]:
+    """Return what to sort by: GPUs that need the fewest micro-batches come first, small ones before large."""
+    steps = 0 if estimate.plan is None else estimate.plan.accumulation_steps
+    return not estimate.fits, steps, estimate.budget_bytes
+
+
+def with_remedies(
+    estimates: Sequence[Estimate], gpus: Gpus, remedies: Callable[[HardwareProfile], list[Remedy]]
+) -> list[Estimate]:
+    """Add what would help to the only estimate, or to that of the largest GPU if nothing fits on any.
+
+    Raises:
+        DoesNotFitError: nothing fits on any; says where the memory of the largest goes, and what helps.
+    """
+    fits = any(estimate.fits for estimate in estimates)
+    if fits and len(estimates) > 1:
+        return [*estimates]
+    at = max(range(len(estimates)), key=lambda number: estimates[number].budget_bytes)
+    most = replace(estimates[at], remedies=remedies(gpus.asked[at]))
+    if not fits:
+        names = ", ".join(estimate.profile for estimate in estimates)
+        where_not = f"not to fit on {names}" if len(estimates) == 1 else f"to fit on none of {names}"
+        where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
+        raise DoesNotFitError(
+            f"a micro-batch of {max(1, most.micro_batch)} is predicted {where_not}: it takes "
+            f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has a budget of "
+            f"{format_bytes(most.budget_bytes)}. What helps: a larger GPU{in_words(most.remedies)}"
         )
-    return DoesNotFitError(text)
+    return [*estimates[:at], most, *estimates[at + 1 :]]

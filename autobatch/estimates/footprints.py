@@ -26,7 +26,7 @@ from autobatch.device.allocator.trace import Trace
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.recorder import CONVOLUTIONS
 from autobatch.estimates.traced_step import Recording, TracedStep, record
-from autobatch.footprint.program import Polynomial, Program, Untraceable
+from autobatch.footprint.program import Program, Untraceable
 from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state
 
@@ -37,6 +37,7 @@ MARGIN = 0.03
 """Share of a budget that the lower end of an interval leaves, as no trace shows what libraries hold."""
 CONVOLUTION_MARGIN = 0.1
 """The same with convolutions, because the scratch memory of cuDNN may take hundreds of MiB."""
+RECURRENT = "recurrent layers: no trace shows what cuDNN keeps, so the size of their gates is counted instead"
 
 
 class Unpredictable(AutobatchError, RuntimeError):  # noqa: N818 - describes the step, not a fault
@@ -53,69 +54,39 @@ class Footprint(NamedTuple):
     """Remarks for the user, one line each."""
     multiple: int = 1
     """The number whose multiples the step runs at."""
-    is_line: bool = True
-    """True if all sizes are lines in the micro-batch."""
-    is_for_all: bool = True
-    """True if GPUs of all generations run the same kernels."""
-    only: int | None = None
-    """The one micro-batch at which the program is valid; None if it is valid at all."""
 
 
-def footprint(step: TracedStep, only: int | None = None) -> Footprint:
+def footprint(step: TracedStep) -> Footprint:
     """Trace a step at a few small micro-batches, and fit a program to its allocations.
-
-    Args:
-        step: what to trace.
-        only: the micro-batch that is asked about, at which a step is traced that follows no rule; None if all
-            are.
 
     Raises:
         InputError: the user's code is invalid.
         Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
     """
-    (found,) = footprints([step], only)
+    (found,) = footprints([step])
     if isinstance(found, AutobatchError):
         raise found
     return found
 
 
-def footprints(
-    steps: Sequence[TracedStep], only: int | None = None, *, are_lines: bool = False
-) -> list[Footprint | AutobatchError]:
-    """Do as `footprint` for several steps at the same time. One that fails gives its error.
-
-    Args:
-        steps: what to trace.
-        only: the micro-batch that is asked about; None if all are.
-        are_lines: True if their sizes are known to be lines in the micro-batch, which no third trace checks.
-    """
-    count = 2 if are_lines else 3
-    traced = recorded_each([one for step in steps for one in _first_traces(step)[:count]])
+def footprints(steps: Sequence[TracedStep]) -> list[Footprint | AutobatchError]:
+    """Do as `footprint` for several steps at the same time. One that fails gives its error."""
+    traced = _recorded_each([asked for step in steps for asked in _asked(step)[:3]])
     found: list[Footprint | AutobatchError] = []
-    for step in steps:
-        first, traced = traced[:count], traced[count:]
-        fitted: Footprint | AutobatchError
+    for number, step in enumerate(steps):
         try:
-            fitted = _fitted(step, first)
+            found.append(_fitted(step, traced[3 * number : 3 * number + 3]))
         except Untraceable as error:
-            fitted = Unpredictable(f"cannot predict: {error}")
+            found.append(Unpredictable(f"cannot predict: {error}"))
         except AutobatchError as error:
-            fitted = error
-        if only is not None and isinstance(fitted, Unpredictable):
-            fitted = _at_one_size(step, only)
-        found.append(fitted)
+            found.append(error)
     return found
 
 
-def _first_traces(step: TracedStep) -> list[tuple[TracedStep, int]]:
-    """Return what is traced first: two sizes, and the first step at a third one, as all follow one rule."""
-    small, larger, check, _ = sizes_of(step)
-    return [(step, small), (step, larger), (replace(step, steps=step.steps[:1]), check)]
-
-
-def sizes_of(step: TracedStep) -> list[int]:
-    """Return the micro-batches to trace."""
-    return [step.multiple * size for size in SIZES]
+def _asked(step: TracedStep) -> list[tuple[TracedStep, int]]:
+    """Return what is traced: three sizes, of which the first step of the third will do, and two more."""
+    sizes, short = [step.multiple * size for size in SIZES], replace(step, steps=step.steps[:1])
+    return [(step, sizes[0]), (step, sizes[1]), (short, sizes[2]), (step, sizes[2]), (short, sizes[3])]
 
 
 def _fitted(step: TracedStep, first: Sequence[Recording | AutobatchError]) -> Footprint:
@@ -125,63 +96,44 @@ def _fitted(step: TracedStep, first: Sequence[Recording | AutobatchError]) -> Fo
         AutobatchError: a trace failed.
         Untraceable: the traces differ in more than sizes, or these are no polynomial.
     """
-    small, larger, *check = _checked(first)
-    sizes = sizes_of(step)
-    points = [(sizes[0], small.trace), (sizes[1], larger.trace)]
+    asked, (small, larger, check) = _asked(step), _checked(first)
+    points = [(asked[0][1], small.trace), (asked[1][1], larger.trace)]
     program = None
     with suppress(Untraceable):
         program = Program.fit(points)
-    if program is None or not all(_begins_with(program, sizes[2], one.trace) for one in check):
-        short = replace(step, steps=step.steps[:1])
-        third, last = _checked(recorded_each([(step, sizes[2]), (short, sizes[3])]))
-        program = Program.fit([*points, (sizes[2], third.trace)])
-        if not _begins_with(program, sizes[3], last.trace):
+    if program is None or not _begins_with(program, asked[2][1], check.trace):
+        third, check = _checked(_recorded_each(asked[3:]))
+        program = Program.fit([*points, (asked[3][1], third.trace)])
+        if not _begins_with(program, asked[4][1], check.trace):
             raise Untraceable("the sizes of its allocations are no polynomial in the micro-batch")
-    is_line = all(
-        rule is None or (isinstance(rule, Polynomial) and not rule.square and rule.granule == 1)
-        for _, rule in program.events
+    notes, is_recurrent = (
+        sorted(small.notes),
+        any(isinstance(part, nn.RNNBase) for part in step.model.modules()),
     )
-    notes = (*sorted(small.notes), *_notes_on(step.model))
-    return Footprint(program, _margin(small), notes, step.multiple, is_line, small.is_for_all)
-
-
-def _at_one_size(step: TracedStep, only: int) -> Footprint | AutobatchError:
-    """Trace a step at the one micro-batch that is asked about."""
-    (traced,) = recorded_each([(step, only)])
-    if isinstance(traced, AutobatchError):
-        return traced
-    notes = (
-        f"the step does other work at other micro-batches, so this holds for {only} only",
-        *sorted(traced.notes),
-        *_notes_on(step.model),
-    )
-    return Footprint(Program.of(traced.trace), _margin(traced), notes, is_line=False, only=only)
-
-
-def _margin(traced: Recording) -> float:
-    return CONVOLUTION_MARGIN if CONVOLUTIONS in traced.notes else MARGIN
+    margin = CONVOLUTION_MARGIN if CONVOLUTIONS in notes else MARGIN
+    return Footprint(program, margin, (*notes, *[RECURRENT] * is_recurrent), step.multiple)
 
 
 def _checked(traced: Sequence[Recording | AutobatchError]) -> list[Recording]:
     """Return recordings, or raise the first error among them."""
-    for one in traced:
-        if isinstance(one, AutobatchError):
-            raise one
-    return [one for one in traced if isinstance(one, Recording)]
+    recordings = []
+    for recording in traced:
+        if isinstance(recording, AutobatchError):
+            raise recording
+        recordings.append(recording)
+    return recordings
 
 
 def _begins_with(program: Program, m: int, trace: Trace) -> bool:
     """Return whether the events of a program at a micro-batch begin with those of a trace."""
-    try:
+    with suppress(Untraceable):
         return program.at(m).events[: len(trace.events)] == trace.events
-    except Untraceable:
-        return False
+    return False
 
 
-def recorded_each(asked: Sequence[tuple[TracedStep, int]]) -> list[Recording | AutobatchError]:
+def _recorded_each(asked: Sequence[tuple[TracedStep, int]]) -> list[Recording | AutobatchError]:
     """Trace steps at sizes, each in a process of its own, from batches that are read here."""
-    batches = [_read(step, size) for step, size in asked]
-    return run_in_copies([partial(_recorded, *one, batch) for one, batch in zip(asked, batches, strict=True)])
+    return run_in_copies([partial(_recorded, step, size, _read(step, size)) for step, size in asked])
 
 
 def _read(step: TracedStep, size: int) -> Collated | AutobatchError:
@@ -192,7 +144,7 @@ def _read(step: TracedStep, size: int) -> Collated | AutobatchError:
     except AutobatchError as error:
         return error
     except Exception as error:
-        return Unpredictable(f"cannot predict: {_reason(error)}")
+        return _unpredictable(error)
     leaves = tree_leaves(batch, is_leaf=lambda value: isinstance(value, PackedSequence))
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         return Unpredictable("cannot predict: recurrent layers read the lengths of packed sequences")
@@ -209,27 +161,13 @@ def _recorded(step: TracedStep, size: int, batch: Collated | AutobatchError) -> 
         return error
     except (Exception, SystemExit) as error:
         multiple = step.multiple == 1 and isinstance(error, AssertionError | ValueError)
-        hint = ". If it runs at multiples of a number only, give --micro-batch-multiple" if multiple else ""
-        return Unpredictable(f"cannot predict: {_reason(error)}{hint}")
+        return _unpredictable(error, "give --micro-batch-multiple" * multiple)
 
 
-def _reason(error: BaseException) -> str:
+def _unpredictable(error: BaseException, hint: str = "") -> Unpredictable:
     """Return the reason why a step does not run on fake tensors, in one line."""
-    kind = type(error).__name__
-    first = (str(error).strip().splitlines() or [""])[0]
-    if kind in {"DynamicOutputShapeException", "DataDependentOutputException"}:
-        return f"the result of {getattr(error, 'func', first)} depends on the values of the data"
-    if kind == "UnsupportedOperatorException":
-        return f"{getattr(error, 'func', first)} needs the values of the data"
-    return f"the step does not run without values ({kind}: {first[:200]})"
-
-
-def _notes_on(model: nn.Module) -> list[str]:
-    notes = []
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        notes.append(
-            "recurrent layers: no trace shows what cuDNN keeps, so the size of their gates is counted instead"
-        )
-    if hasattr(model, "_orig_mod"):
-        notes.append("a compiled model: predicted as if it were not compiled, which needs more memory")
-    return notes
+    kind, text = type(error).__name__, (str(error).strip().splitlines() or [""])[0][:200]
+    end = f". If it runs at multiples of a number only, {hint}" if hint else ""
+    if hasattr(error, "func"):  # torch's own errors of fakes
+        return Unpredictable(f"cannot predict: {error.func} needs the values of the data{end}")
+    return Unpredictable(f"cannot predict: the step does not run without values ({kind}: {text}){end}")

@@ -1,17 +1,29 @@
-"""The GPUs of an estimate: those that the options name, their budgets, and the sizes to try on them."""
+"""The GPUs of an estimate, their budgets, and what fits of a step in a budget.
+
+    live bytes in the budget ≥ replay in the budget ≥ replay in the budget less the margin
+
+Without fragmentation no more than the first fits, so that is the upper end. No trace shows what libraries
+hold beside the tensors. The workspaces of cuBLAS are counted, and the lower end leaves a margin for the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Precision
-from autobatch.core.units import GiB, format_bytes
+from autobatch.core.units import GiB, KiB, format_bytes
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import Allocator, CountingAllocator
+from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
-from autobatch.estimates.predict import Spending, gpu_allocator, workspace_bytes
+from autobatch.estimates.footprints import Footprint, Unpredictable
+from autobatch.footprint.fitting import Fitting
+from autobatch.footprint.program import Untraceable
 
 LARGEST = 2**31 - 1
 """The largest micro-batch of any search, for a step whose memory does not grow."""
@@ -20,8 +32,75 @@ NCCL_BYTES = 1 * GiB
 channels, links and GPU (github.com/NVIDIA/nccl/issues/864 and 1685)."""
 
 
+class Prediction(NamedTuple):
+    """The largest micro-batch that fits."""
+
+    micro_batch: int
+    """The largest that is predicted to fit, 0 if none does; or the requested one."""
+    low: int
+    """The largest in the budget less the margin."""
+    high: int
+    """The largest without fragmentation."""
+    fits: bool
+    """True if ``micro_batch`` fits."""
+    outcome: Replay
+    """Replay at ``micro_batch`` (at 1 if that is 0), without a limit if it does not fit."""
+
+
+class Spending(NamedTuple):
+    """A budget, and the sizes to spend it on."""
+
+    budget_bytes: int
+    new_allocator: Callable[[int | None, bool], Allocator]
+    """Returns an empty allocator with a limit, None for no limit; with expandable segments if True."""
+    cap: int
+    """The largest micro-batch to try."""
+    can_expand: bool = True
+    """True if segments can be expandable, and are not yet."""
+    held_bytes: int = 0
+    """Bytes that each allocator of ``new_allocator`` begins with."""
+
+    def largest(self, step: Footprint, *, expandable: bool = False) -> tuple[int, int]:
+        """Return the largest micro-batch of a step that fits, 0 if none does, and its peak (that of 1 if 0).
+
+        Raises:
+            Untraceable: its footprint is invalid at a size that was tried.
+        """
+        size = self._most(step, partial(self.new_allocator, self.budget_bytes, expandable), self.cap)
+        # If a size fits only after the cache is emptied, the peak is the one within the budget.
+        limit = self.budget_bytes if size else None
+        peaks = replay(step.program.at(max(1, size)), self.new_allocator(limit, expandable))
+        reserved = peaks.peak_reserved_bytes
+        return size, peaks.peak_allocated_bytes if reserved is None else reserved
+
+    def predict(self, step: Footprint, micro_batch: int | None = None) -> Prediction:
+        """Predict what fits of a step, or whether one size does.
+
+        Raises:
+            Unpredictable: its footprint is invalid at a size that was tried.
+        """
+        less = int(self.budget_bytes * (1 - step.margin))
+        try:
+            # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
+            high = self._most(step, partial(CountingAllocator, self.budget_bytes - self.held_bytes), self.cap)
+            best = self._most(step, partial(self.new_allocator, self.budget_bytes, False), high)
+            low = self._most(step, partial(self.new_allocator, less, False), best)
+            asked = best if micro_batch is None else micro_batch
+            trace = step.program.at(max(1, asked))
+            outcome = replay(trace, self.new_allocator(self.budget_bytes, False))
+            fits = outcome.fits and asked > 0
+            if not outcome.fits:
+                outcome = replay(trace, self.new_allocator(None, False))
+        except Untraceable as error:
+            raise Unpredictable(f"cannot predict: {error}") from error
+        return Prediction(asked, low, high, fits, outcome)
+
+    def _most(self, step: Footprint, new_allocator: Callable[[], Allocator], cap: int) -> int:
+        return Fitting([step.program], new_allocator).largest(cap, step.multiple)
+
+
 class Gpus:
-    """The GPUs of an estimate.
+    """The GPUs that the options name, or all that are known.
 
     Raises:
         InputError: a profile is unknown or invalid, or the model would be shared by a single rank.
@@ -32,7 +111,8 @@ class Gpus:
         self.precision: Precision = options.device.precision
         self.world = max(options.rank_counts, default=1)
         """Ranks, one per GPU; the most that were asked for."""
-        caps = (options.search.max_micro_batch, options.batch.target_batch, LARGEST)
+        search, device = options.search, options.device.device
+        caps = (search.max_micro_batch, options.batch.target_batch, LARGEST)
         self.cap = min(cap for cap in caps if cap is not None)
         """The largest micro-batch to try. The data are no cap: a GPU that is not here may see more."""
         if self.world == 1 and options.ranks.parallel == "shard":
@@ -40,14 +120,11 @@ class Gpus:
                 "--parallel shard shares a model among ranks, found --ranks "
                 f"{options.ranks.ranks or 'unset'}: give --ranks N with N at least 2"
             )
-        search, device = options.search, options.device.device
-        simulated = [device.removeprefix("sim:")] if device.startswith("sim:") else []
-        names = search.profile or simulated
+        names = search.profile or ([device.removeprefix("sim:")] if device.startswith("sim:") else [])
         self.are_named = bool(names)
         """True if the options name GPUs; else these are all that are known."""
-        self.asked = [load_profile(name) for name in names]
-        if not names:
-            self.asked += list_profiles()
+        named = [load_profile(name) for name in names]
+        self.asked: list[HardwareProfile] = named or list_profiles()
 
     def budget(self, gpu: HardwareProfile) -> tuple[int, str]:
         """Return the bytes that the allocator may hold on a GPU, and the reason in words.
@@ -74,27 +151,35 @@ class Gpus:
         return Spending(self.budget(gpu)[0], allocator, self.cap, held_bytes=held)
 
     def notes(self, estimates: Sequence[Estimate]) -> list[str]:
-        """Return what the options leave out or bound, one line each."""
-        notes = []
-        device, search, cap = self._options.device, self._options.search, self.cap
-        if device.device != "auto" and not (device.device.startswith("sim:") and not search.profile):
-            notes.append(
-                f"an estimate touches no device, so --device {device.device} was left out: name a GPU with "
-                "--profile or --device sim:PROFILE"
-            )
-        names = [one.profile for one in estimates if one.fits and one.micro_batch == cap]
+        """Return what the options bound or leave room for, one line each."""
+        notes, search, cap = [], self._options.search, self.cap
+        names = [estimate.profile for estimate in estimates if estimate.fits and estimate.micro_batch == cap]
         if search.micro_batch is None and names:
             option = "--max-micro-batch" if cap == search.max_micro_batch else "--target-batch"
             notes.append(
                 f"{option} {cap:,} bounds the micro-batch on {', '.join(names)}: more may fit without it"
             )
-        small = sum(not one.fits for one in estimates)
-        if small and len(estimates) > 1:
-            notes.append(
-                f"nothing fits on {small} of {len(estimates)} GPUs: --profile NAME says what would help"
-            )
-        if self.world > 1 and device.memory_budget is None:
+        if self.world > 1 and self._options.device.memory_budget is None:
             notes.append(
                 f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"
             )
         return notes
+
+
+def gpu_allocator(limit: int | None, expandable: bool = False, *, held_bytes: int = 0) -> CachingAllocator:
+    """Return a model of a GPU's allocator that holds so many bytes.
+
+    As on the GPU itself, a step does not fit if the allocator has to empty its cache to find memory for it:
+    each later step would do so too, and take several times as long.
+    """
+    config = AllocatorConfig(expandable_segments=expandable, held_bytes=held_bytes, retries=False)
+    return CachingAllocator(limit, config)
+
+
+def workspace_bytes(capability: tuple[int, int]) -> int:
+    """Return the bytes of the workspaces of cuBLAS, one for the forward and one for the backward pass.
+
+    The sizes are torch's defaults of ``CUBLAS_WORKSPACE_CONFIG``: ``:4096:2:16:8``, and ``:4096:8`` from
+    compute capability 9.0 on, in KiB times their number (notes/cuda, "cuBLAS workspaces").
+    """
+    return 2 * KiB * (4096 * 8 if capability >= (9, 0) else 4096 * 2 + 16 * 8)

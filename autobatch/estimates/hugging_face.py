@@ -58,24 +58,18 @@ def refuse_model_options(workload: object, options: ModelOptions) -> None:
     Raises:
         InputError: one is given.
     """
-    usual = msgspec.structs.asdict(ModelOptions())
-    given = [
-        f"{name} {value}" for name, value in msgspec.structs.asdict(options).items() if value != usual[name]
-    ]
-    if given:
+    usual, given = msgspec.structs.asdict(ModelOptions()), msgspec.structs.asdict(options)
+    if given != usual:
+        words = ", ".join(f"{name} {value}" for name, value in given.items() if value != usual[name])
         found = "the demo" if workload is None else workload if isinstance(workload, str) else "a Workload"
         raise InputError(
-            f"{', '.join(given)}: only autobatch estimate {NAMED_MODEL}NAME takes that, found "
-            f"{found}: change its model, data or optimizer in its code"
+            f"{words}: only autobatch estimate {NAMED_MODEL}NAME takes that, found {found}: change its "
+            "model, data or optimizer in its code"
         )
 
 
 def estimate_named(reference: str, options: Options) -> Estimates:
-    """Predict what fits of ``hf:NAME_OR_FOLDER``, by its config alone.
-
-    Args:
-        reference: ``hf:`` and a folder with a ``config.json``, or a name on the Hugging Face hub.
-        options: those of ``estimate``.
+    """Predict what fits of ``hf:`` and a folder with a ``config.json``, or a name on the Hugging Face hub.
 
     Raises:
         InputError: there is no such model, its kind is unknown, or it takes no sequence like that.
@@ -135,7 +129,7 @@ def load_config(name: str) -> Any:
     """
     try:
         import transformers
-        from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
         from huggingface_hub.utils import logging as hub_logging
     except ImportError as error:
         raise InputError(
@@ -145,7 +139,6 @@ def load_config(name: str) -> Any:
     is_folder = Path(name).is_dir()
     if is_folder and not (Path(name) / "config.json").is_file():
         raise InputError(f"the folder {shown} has no config.json: give one that has, or a name on the hub")
-    instead = "or give a folder with its config.json"
     verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)  # without a network it tells of every attempt
     try:
@@ -154,19 +147,14 @@ def load_config(name: str) -> Any:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
-        # transformers raises its own error from the hub's, and the hub raises its own from the client's.
-        cause = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__ or error
-        reason = f"has no config that transformers can read ({one_line(error_text(error))})"
-        # The config needs a package that is there, and broken.
-        if any(isinstance(one, ImportError) for one in (error, cause)):
-            reason = f"cannot be read, as a package fails to import: {one_line(error_text(cause))}"
-        elif isinstance(cause, errors.GatedRepoError):
-            reason = f"is gated: ask for access on its page and run hf auth login, {instead}"
-        elif isinstance(cause, errors.RepositoryNotFoundError | errors.HFValidationError):
-            reason = f"is no folder here and no model on the hub: check the name, {instead}"
-        elif not is_folder and not isinstance(cause, errors.HfHubHTTPError | ValueError | KeyError):
-            reason = f"is no folder here, and the hub cannot be reached: check the network, {instead}"
-        raise InputError(f"{NAMED_MODEL}{shown} {reason}") from None
+        where = "check its config.json and your packages"
+        if not is_folder:
+            where = "check the name, the network and hf auth login, or give a folder with its config.json"
+        # transformers raises its own error from that of a package which fails to import.
+        reason = one_line(error_text((isinstance(error, ImportError) and error.__cause__) or error))
+        raise InputError(
+            f"{NAMED_MODEL}{shown} has no config that transformers can read ({reason}): {where}"
+        ) from None
     finally:
         hub_logging.set_verbosity(verbosity)
 
@@ -234,10 +222,6 @@ class Task(NamedTuple):
             frames = 2 * config.max_source_positions
             features = torch.zeros(config.num_mel_bins, frames, device="cpu")
             return {"input_features": features, "labels": tokens}, f"{frames:,} frames and {count:,} tokens"
-        if self.kind == CLASSES and config.problem_type == "multi_label_classification":
-            label = torch.zeros(config.num_labels, device="cpu")
-        elif self.kind == CLASSES and config.num_labels == 1:
-            label = torch.tensor(0.0, device="cpu")
         labels = label if self.kind == CLASSES else tokens
         return {"input_ids": tokens, "labels": labels}, f"sequences of {count:,} tokens"
 

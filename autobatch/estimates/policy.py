@@ -1,9 +1,9 @@
 """CUDA's operator policy for CPU tensors, so that a step traced without a GPU allocates what a GPU would.
 
 Three differences decide on the memory of a step: the lists of autocast (CUDA keeps layer norms, softmax and
-losses in fp32, the CPU does not), the operators that one kernel runs (attention and RMS norm), and the mask
-of dropout. The lists are those of ATen/autocast_mode.h (torch 2.13); the dispatcher tells which side has a
-kernel. Optimizers update all parameters at once. What kernels hold for themselves is not modelled.
+losses in fp32, the CPU does not), the kernel of attention, and the mask of dropout. The lists are those of
+ATen/autocast_mode.h (torch 2.13); the dispatcher tells which side has a kernel. Optimizers update all
+parameters at once. What kernels hold for themselves is not modelled.
 
 Kernels are replaced for the whole process, so the policy is for short use by one thread. A
 ``TorchFunctionMode`` is no alternative: it is off inside ``backward``, where checkpoints recompute.
@@ -12,7 +12,7 @@ Kernels are replaced for the whole process, so the policy is for short use by on
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autobatch.estimates.attention import Attention, Kernel, attention_operator
+from autobatch.estimates.attention import Capability, attention_operator
 
 aten = torch.ops.aten
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -67,12 +67,8 @@ _FUSED = {"softmax.int": aten._softmax.default, "log_softmax.int": aten._log_sof
 
 
 @contextmanager
-def cuda_policy(choose: Callable[[Attention], Kernel]) -> Iterator[None]:
-    """Apply CUDA's policy to operators on CPU tensors within the block.
-
-    Args:
-        choose: returns the kernel of a call of attention.
-    """
+def cuda_policy(capability: Capability) -> Iterator[None]:
+    """Apply the policy of a GPU of this compute capability to operators on CPU tensors within the block."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
     def replace(name: str, kernel: Callable[..., Any], key: str = "AutogradCPU") -> None:
@@ -90,25 +86,10 @@ def cuda_policy(choose: Callable[[Attention], Kernel]) -> Iterator[None]:
                 if cast is not None:
                     replace(name, _autocast_kernel(name, cast), "AutocastCPU")
             replace("dropout", _dropout)
-            replace("rms_norm", _rms_norm)
-            replace("scaled_dot_product_attention", attention_operator(choose))
+            replace("scaled_dot_product_attention", attention_operator(capability))
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def without_onednn() -> Iterator[None]:
-    """Run recurrent layers as single operators within the block.
-
-    oneDNN hides the gates of such a layer. Without it they are tensors, about as large as what cuDNN keeps.
-    """
-    backend: Any = torch.backends.mkldnn
-    before, backend.enabled = backend.enabled, False
-    try:
-        yield
-    finally:
-        backend.enabled = before
 
 
 def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
@@ -201,40 +182,3 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1 and x.numel() > 0:
         return _FusedDropout.apply(x)  # type: ignore[no-any-return, no-untyped-call]
     return x * torch.zeros_like(x) if train and p == 1 else x
-
-
-class _FusedRmsNorm(torch.autograd.Function):
-    """The allocations of ``_fused_rms_norm`` and of its backward pass.
-
-    The CPU has no such kernel and runs six operators, which keep five times as much for the backward pass.
-    CUDA's rule is that of ``rms_norm_symint`` in ATen/native/layer_norm.cpp (torch 2.13).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dimensions: int) -> Tensor:
-        rows = x.shape[: x.dim() - dimensions] + (1,) * dimensions
-        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        ctx.save_for_backward(x, weight, torch.empty(rows, dtype=dtype, device=x.device))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, _ = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
-        of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
-        return of_x, of_weight, None
-
-
-def _rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    if not x.is_complex() and (weight is None or weight.dtype == x.dtype):
-        return _FusedRmsNorm.apply(x, weight, len(normalized_shape))  # type: ignore[no-any-return, no-untyped-call]
-    # ``rms_norm_composite``: in float32 at least, and back in the type of the input.
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
-    dimensions = list(range(-len(normalized_shape), 0))
-    least = torch.finfo(wide.dtype.to_real()).eps if eps is None else eps
-    result = wide * (wide.pow(2).mean(dimensions, keepdim=True) + least).rsqrt()
-    return (result if weight is None else result * weight).to(x.dtype)

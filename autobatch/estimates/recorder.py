@@ -1,4 +1,4 @@
-"""A dispatch mode that records a training step on fake tensors: its allocations, phases and modules.
+"""Fakes of a model and of a batch, and a mode that records a step on them: allocations, phases and modules.
 
 Some operators need values that fakes do not have. They get values with which the step succeeds and is not
 smaller than any real one: nothing overflows, and a selection by values keeps everything.
@@ -6,20 +6,19 @@ smaller than any real one: nothing overflows, and a selection by values keeps ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, MutableMapping
 from itertools import zip_longest
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import Trace
 from autobatch.device.allocator.tracker import UPDATES, StorageTracker, has_wrappers
-from autobatch.estimates.fakes import known_values
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -40,7 +39,6 @@ _REDUCED = {
 }
 """Losses that write one value per element into their result and then shrink it to one number, with the index
 of their reduction argument. The storage keeps its size (ATen/native/Loss.cpp), which fakes do not show."""
-_MASKS = (torch.bool, torch.uint8)
 _WAIT = "_c10d_functional::wait_tensor"
 """Returns its argument; the fake one has a storage of its own."""
 CONVOLUTIONS = "convolutions: no trace shows the scratch memory of cuDNN, so the interval allows 10 % for it"
@@ -60,10 +58,6 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self.notes: set[str] = set()
         """Remarks on what the trace does not show."""
         self._found_inf: set[int] = set()
-
-    def recording(self) -> Trace:
-        """Return the trace, outside of the mode; blocks are numbered in the order of their allocation."""
-        return Trace(tuple(self.events), tuple(self._marks), tuple(self._modules)).canonical()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -88,7 +82,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         elif func is _OVERFLOW_CHECK:
             self._found_inf.add(args[1].untyped_storage()._cdata)
         elif func in _SELECTIONS:
-            func, args, kwargs = self._select_all(func, args, kwargs)
+            func, args, kwargs = self._select_all(func, args)
         if func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
             func = _loss_per_element
         elif func is aten._grouped_mm.default:
@@ -112,8 +106,8 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         if tensor.untyped_storage()._cdata in self._found_inf:
             return 0.0
         # Torch computes with single numbers of the user's code.
-        value = known_values(tensor)
-        if value is not None:
+        value = tensor.constant if isinstance(tensor, FakeTensor) else None
+        if value is not None and not value.is_floating_point():
             with no_dispatch():
                 return value.item()
         if tensor.dtype is torch.bool:
@@ -121,33 +115,27 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         # Neither 0 nor 1, because optimizers divide by a value and by its difference from 1.
         return 0.5 if tensor.is_floating_point() else 1
 
-    def _select_all(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any] | None]:
+    def _select_all(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Return operator and arguments of a selection that keeps everything."""
-        x = args[0]
+        x, numbers = args[0], {"dtype": torch.int64, "device": torch.device("cpu")}
+        empty = aten.empty.memory_format
         if func is aten.nonzero.default:
             self.notes.add(SELECTIONS)
-            return aten.empty.memory_format, ([x.numel(), x.dim()],), _on_cpu(torch.int64)
+            return empty, ([x.numel(), x.dim()],), numbers
         if func is aten.masked_select.default:
             self.notes.add(SELECTIONS)
             size = prod(map(max, zip_longest(x.shape[::-1], args[1].shape[::-1], fillvalue=1)))
-            return aten.empty.memory_format, ([size],), _on_cpu(x.dtype)
+            return empty, ([size],), numbers | {"dtype": x.dtype}
         indices: list[Tensor | None] = []
         for index in args[1]:
-            if index is not None and index.dtype in _MASKS:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
                 self.notes.add(SELECTIONS)
-                indices += [self._whole_numbers([index.numel()]) for _ in range(index.dim())]
+                # The operator allocates whole numbers unseen, one for each dimension.
+                make = super().__torch_dispatch__
+                indices += [make(empty, (), ([index.numel()],), numbers) for _ in range(index.dim())]
             else:
                 indices.append(index)
-        return func, (x, indices, *args[2:]), kwargs
-
-    def _whole_numbers(self, shape: Sequence[int]) -> Tensor:
-        """Count indices that an operator allocates unseen."""
-        made: Tensor = super().__torch_dispatch__(
-            aten.empty.memory_format, (), (shape,), _on_cpu(torch.int64)
-        )
-        return made
+        return func, (x, indices, *args[2:]), {}
 
 
 def _is_in_place_foreach(func: Any) -> bool:
@@ -175,5 +163,50 @@ def _loss_per_element(x: Tensor, y: Tensor, *_: Any) -> Tensor:
     return one
 
 
-def _on_cpu(dtype: torch.dtype) -> dict[str, Any]:
-    return {"dtype": dtype, "device": torch.device("cpu")}
+def fake_copy(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a fake CPU tensor with the same shape, strides and type; a parameter if it is one."""
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Return a copy of a model with fake tensors, in which tied tensors stay tied.
+
+    Raises:
+        Exception: a module of the user's cannot be copied.
+    """
+    model = getattr(model, "_orig_mod", model)  # the module itself, if the model is compiled
+    tensors = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
+        tensors += [p.grad for p in module.parameters(recurse=False) if p.grad is not None]
+    # deepcopy takes copies from its memo, so it never reads a tensor.
+    memo: dict[int, Any] = {id(tensor): fake_copy(tensor, mode) for tensor in tensors}
+    return copy.deepcopy(model, memo)
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+    """Return a batch with fake tensors in its tuples, lists, mappings, and attributes of objects."""
+    if isinstance(batch, Tensor):
+        return fake_copy(batch, mode)
+    if isinstance(batch, MutableMapping):
+        made = copy.copy(batch)
+        for key, value in batch.items():
+            made[key] = fake_batch(value, mode)
+        return made
+    if isinstance(batch, Mapping):
+        return {key: fake_batch(value, mode) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        fakes = [fake_batch(value, mode) for value in batch]
+        return type(batch)(*fakes) if hasattr(batch, "_fields") else type(batch)(fakes)
+    if hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
+        made = copy.copy(batch)
+        # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.
+        for name, value in list(vars(made).items()):
+            if isinstance(value, Tensor | Mapping | list | tuple):
+                vars(made)[name] = fake_batch(value, mode)
+        return made
+    return batch

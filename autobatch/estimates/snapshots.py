@@ -31,10 +31,9 @@ from autobatch.device.cuda_allocator import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.estimator import nothing_fits
+from autobatch.estimates.estimator import need, with_remedies
 from autobatch.estimates.footprints import MARGIN, Footprint
-from autobatch.estimates.gpus import Gpus
-from autobatch.estimates.predict import Spending
+from autobatch.estimates.gpus import Gpus, Spending
 from autobatch.estimates.suggestions import helpful
 from autobatch.footprint.alignment import Aligned, Apart, Sized, align, block_sizes
 from autobatch.planning import equal_plan, even_split_note
@@ -367,19 +366,13 @@ def _predicted(
         )
     known = _Prediction(step, apart, last, largest, options, gpus)
     found = run_in_copies([partial(known.estimate, gpu) for gpu in gpus.asked])
-    most = max(found, key=lambda estimate: estimate.budget_bytes)
-    if len(found) == 1 or not any(estimate.fits for estimate in found):
-        at = found.index(most)
-        remedies = helpful(step, {}, known.spending(gpus.asked[at]))
-        found[at] = most = msgspec.structs.replace(most, remedies=remedies)
-    if not any(estimate.fits for estimate in found):
-        raise nothing_fits(found, most, options.search.micro_batch or 1, [])
+    found = with_remedies(found, gpus, lambda gpu: helpful(step, [], known.spending(gpu)))
     for estimate in found:
         note = estimate.plan and even_split_note(estimate.plan, estimate.micro_batch)
         said += [f"{estimate.profile}: {note}"] if note else []
     said += gpus.notes(found)
     if not gpus.are_named:
-        found.sort(key=_need)
+        found.sort(key=need)
     seconds = time.perf_counter() - start
     found = [msgspec.structs.replace(estimate, seconds=seconds) for estimate in found]
     return Estimates(estimates=found, notes=[*dict.fromkeys(said)])
@@ -417,12 +410,6 @@ def _about(recording: Recording, block: int) -> str:
         return " (its end)"
     line = line_of(recording.stacks[block])
     return f" ({format_bytes(sizes[block])}{line and ' in '}{line})"
-
-
-def _need(estimate: Estimate) -> tuple[bool, int, int]:
-    """Return what to sort by: fewest micro-batches first, small GPUs before large ones."""
-    steps = 0 if estimate.plan is None else estimate.plan.accumulation_steps
-    return not estimate.fits, steps, estimate.budget_bytes
 
 
 def line_of(stack: Stack) -> str:

@@ -6,8 +6,8 @@ and the new footprint is searched under the same budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, footprint, footprints
-from autobatch.estimates.predict import Outcome, Spending
+from autobatch.estimates.gpus import Spending
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.footprint.program import Untraceable
 from autobatch.rehearsal.setup import Setup, describe_setup, new_allocator
@@ -76,63 +76,43 @@ def suggest(setup: Setup) -> list[Remedy]:
 
     can_expand = info.allocator is not None and not info.allocator.expandable_segments
     spending = Spending(info.device.budget_bytes, allocator, info.samples, can_expand)
-    found = footprint(step)
-    return helpful(found, with_changes(step, found), spending)
+    return helpful(footprint(step), [*changes_of(step)], spending)
 
 
-def with_changes(step: TracedStep, plain: Footprint) -> dict[str, tuple[str, Footprint | AutobatchError]]:
-    """Return advice and footprint of a step with each change that may help, by its name.
+def helpful(plain: Footprint, changes: Sequence[Change], spending: Spending) -> list[Remedy]:
+    """Return the changes with which more fits in a budget, those that gain most first.
 
-    Args:
-        step: the step without any change.
-        plain: its footprint.
+    One that cannot be traced is left out. If nothing fits with any change, those that lower the peak are
+    returned, with a micro-batch of 0.
     """
-    changes = list(changes_of(step))
-    found = footprints([change.step for change in changes], plain.only, are_lines=plain.is_line)
-    return {change.name: (change.advice, one) for change, one in zip(changes, found, strict=True)}
-
-
-def helpful(
-    step: Footprint, changes: Mapping[str, tuple[str, Footprint | AutobatchError]], spending: Spending
-) -> list[Remedy]:
-    """Return the changes with which more fits, those that gain most first.
-
-    Args:
-        step: the footprint without any change.
-        changes: advice and footprint with each change, by name; one that cannot be traced is left out.
-        spending: the budget.
-
-    Returns:
-        If nothing fits with any change, those that lower the peak, with a micro-batch of 0.
-    """
-    tried = [(name, advice, found, False) for name, (advice, found) in changes.items()]
+    traced = footprints([change.step for change in changes])
+    tried = [
+        (change.name, change.advice, found, False) for change, found in zip(changes, traced, strict=True)
+    ]
     if spending.can_expand:
-        tried.append((EXPANDABLE, EXPANDABLE_ADVICE, step, True))
-    now, *outcomes = run_in_copies(
-        [partial(_outcome, spending, found, is_expandable) for _, _, found, is_expandable in
-         [("", "", step, False), *tried]]
-    )  # fmt: skip
-    found = [
+        tried.append((EXPANDABLE, EXPANDABLE_ADVICE, plain, True))
+    asked = [partial(_outcome, spending, found, is_expandable) for _, _, found, is_expandable in tried]
+    now, *outcomes = run_in_copies([partial(_outcome, spending, plain, False), *asked])
+    remedies = [
         Remedy(name=name, advice=advice, micro_batch=then[0], peak_bytes=then[1])
         for (name, advice, _, _), then in zip(tried, outcomes, strict=True)
         if now is not None and then is not None and _helps(now, then)
     ]
-    return sorted(found, key=lambda remedy: (-remedy.micro_batch, remedy.peak_bytes))
+    return sorted(remedies, key=lambda remedy: (-remedy.micro_batch, remedy.peak_bytes))
 
 
-def _outcome(spending: Spending, step: Footprint | AutobatchError, is_expandable: bool) -> Outcome | None:
+def _outcome(
+    spending: Spending, step: Footprint | AutobatchError, is_expandable: bool
+) -> tuple[int, int] | None:
     if isinstance(step, AutobatchError):
         return None
-    try:
+    with suppress(Untraceable):
         return spending.largest(step, expandable=is_expandable)
-    except Untraceable:
-        return None
+    return None
 
 
-def _helps(now: Outcome, then: Outcome) -> bool:
-    if then[0] != now[0]:
-        return then[0] > now[0]
-    return then[1] <= (1 - LEAST_CHANGE) * now[1]
+def _helps(now: tuple[int, int], then: tuple[int, int]) -> bool:
+    return then[0] > now[0] or (then[0] == now[0] and then[1] <= (1 - LEAST_CHANGE) * now[1])
 
 
 def in_words(suggestions: Sequence[Remedy] | None) -> str:

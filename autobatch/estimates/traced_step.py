@@ -7,6 +7,7 @@ record.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import followed_modules
-from autobatch.estimates.attention import GENERATIONS, Attention, Capability, Kernel
-from autobatch.estimates.fakes import fake_batch, fake_model, new_mode, without_log
-from autobatch.estimates.policy import as_on_cuda, cuda_policy, without_onednn
-from autobatch.estimates.recorder import Recorder
+from autobatch.estimates.attention import Capability
+from autobatch.estimates.policy import as_on_cuda, cuda_policy
+from autobatch.estimates.recorder import Recorder, fake_batch, fake_model
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
@@ -66,8 +67,6 @@ class Recording(NamedTuple):
     """Canonical: blocks are numbered in the order of their allocation."""
     notes: frozenset[str]
     """Remarks on what the trace does not show."""
-    is_for_all: bool = True
-    """True if GPUs of all generations run the same kernels."""
 
 
 def record(step: TracedStep, micro_batch: int) -> Recording:
@@ -76,33 +75,42 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
     Raises:
         Exception: the user's code or torch cannot run the step without the values of its tensors.
     """
-    mode, recorder, chosen = (
-        new_mode(),
-        Recorder(on_gpu=step.capability is not None),
-        set[tuple[Kernel, ...]](),
-    )
+    # A real tensor in the user's code becomes a fake in its first operator.
+    mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder(on_gpu=step.capability is not None)
     batch = step.batch_of(micro_batch)
+    # What cannot be traced is told in one line.
+    logging.getLogger(fake_tensor.__name__).disabled = True
 
-    def choose(call: Attention) -> Kernel:
-        assert step.capability is not None
-        chosen.add(tuple(call.kernel_on(generation) for generation in GENERATIONS))
-        return call.kernel_on(step.capability)
+    def place(batch: Collated) -> Collated:
+        with recorder.uncounted():
+            fake = fake_batch(batch, mode)
+        recorder.count(tensors_of(fake))
+        return fake
+
+    def micro_batches(count: int) -> Iterable[tuple[Collated, int]]:
+        placed = Twice([(batch, micro_batch)] * count, place)
+        if isinstance(step.workload.loss, WholeBatchLoss):
+            return placed
+        return HeldMicroBatches(placed) if step.keeps_batches else train_state.begin_step(placed, count)
 
     with preserved_random_state(), ExitStack() as stack:
         sharding = stack.enter_context(step.sharding())
         model = fake_model(step.model, mode)
-        stack.enter_context(without_onednn())
+        # oneDNN hides the gates of recurrent layers. Single operators show tensors, about as large as what
+        # cuDNN keeps.
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False, allow_tf32=None))  # type: ignore[no-untyped-call]
         stack.enter_context(mode)
         if step.capability is not None:
-            stack.enter_context(cuda_policy(choose))
+            stack.enter_context(cuda_policy(step.capability))
         stack.enter_context(recorder)
-        stack.enter_context(without_log())
         stack.enter_context(followed_modules(model, recorder))
         train_state = _build(step, model, recorder, sharding)
-        _run_steps(step, train_state, batch, micro_batch, mode=mode, recorder=recorder)
-    return Recording(
-        recorder.recording(), frozenset(recorder.notes), all(len({*kernels}) == 1 for kernels in chosen)
-    )
+        for count in step.steps:
+            samples = batch_samples(step.samples, micro_batch, count)
+            train_step(train_state, micro_batches(count), samples, mark=recorder.mark)
+    trace = recorder.trace()
+    assert trace is not None
+    return Recording(trace.canonical(), frozenset(recorder.notes))
 
 
 def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sharding | None) -> TrainState:
@@ -126,31 +134,3 @@ def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sha
     if sharded is not None:
         sharded.attach(train_state)
     return train_state
-
-
-def _run_steps(
-    step: TracedStep,
-    train_state: TrainState,
-    batch: Collated,
-    micro_batch: int,
-    *,
-    mode: FakeTensorMode,
-    recorder: Recorder,
-) -> None:
-    """Run the steps on fakes of a batch, which take the memory of a device's feed."""
-
-    def place(batch: Collated) -> Collated:
-        with recorder.uncounted():
-            fake = fake_batch(batch, mode)
-        recorder.count(tensors_of(fake))
-        return fake
-
-    def micro_batches(count: int) -> Iterable[tuple[Collated, int]]:
-        placed = Twice([(batch, micro_batch)] * count, place)
-        if isinstance(step.workload.loss, WholeBatchLoss):
-            return placed
-        return HeldMicroBatches(placed) if step.keeps_batches else train_state.begin_step(placed, count)
-
-    for count in step.steps:
-        samples = batch_samples(step.samples, micro_batch, count)
-        train_step(train_state, micro_batches(count), samples, mark=recorder.mark)

@@ -17,10 +17,10 @@ from autobatch.core.options import Options
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import HardwareProfile
+from autobatch.estimates.estimator import Estimator, Layout
 from autobatch.estimates.footprints import footprint
 from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.traced_step import TracedStep, record
-from autobatch.estimates.traces import Layout, Traces
 
 Row = dict[str, str]
 Published = tuple[TracedStep, Gpus, HardwareProfile]
@@ -149,4 +149,4 @@ def published(workload: Workload, profile: str, **values: Any) -> Published:
     options = Options().with_values(profile=[profile], max_micro_batch=NEAR, **values)
     gpus = Gpus(options)
     (gpu,) = gpus.asked
-    return Traces(workload, options, gpus).step(gpu, Layout()), gpus, gpu
+    return Estimator(workload, options, gpus).step(gpu, Layout()), gpus, gpu

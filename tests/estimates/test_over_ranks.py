@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from autobatch import InputError, WholeBatchLoss
-from autobatch.core.units import MiB
 from autobatch.estimates.estimator import estimate_limits
-from autobatch.estimates.gpus import NCCL_BYTES
 from tests.support.options import as_options
 from tests.support.step_workloads import Tokens, Transformer, make, token_loss
 
@@ -91,15 +89,6 @@ def test_auto_shards_what_does_not_fit(tmp_path):
     large, _ = limit(tmp_path, budget="50MiB", what=workload(depth=8))
     assert large.parallel == "shard"
     assert "--parallel shard" in large.parallel_reason
-
-
-@pytest.mark.slow
-def test_nccl_is_left_room_unless_a_budget_is_given(tmp_path):
-    (one,) = estimate_limits(workload(), settings_of(None)).estimates
-    ranked, notes = limit(tmp_path, budget=None, parallel="replicate")
-    assert abs(one.budget_bytes - ranked.budget_bytes - NCCL_BYTES) < MiB
-    assert any("NCCL" in note for note in notes)
-    assert ranked.parallel == "replicate"
 
 
 def contrastive():

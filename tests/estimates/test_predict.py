@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,9 +13,9 @@ from autobatch import DoesNotFitError
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.estimates.footprints import MARGIN, Unpredictable, footprint
-from autobatch.estimates.predict import Spending, gpu_allocator
-from autobatch.estimates.suggestions import changes_of, helpful, suggest
+from autobatch.estimates.footprints import MARGIN, footprint
+from autobatch.estimates.gpus import Spending, gpu_allocator
+from autobatch.estimates.suggestions import Change, changes_of, helpful, suggest
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, with_knobs
 from tests.support.step_workloads import (
@@ -83,8 +84,7 @@ def deep(recompute: bool = False, fused: bool | None = None):
 def test_a_suggestion_equals_a_workload_written_that_way() -> None:
     one = traced_step(setup(deep()), capability=(8, 0))
     step, spending = footprint(one), Spending(BUDGET, gpu_allocator, 5000)
-    changes = {change.name: (change.advice, footprint(change.step)) for change in changes_of(one)}
-    found = helpful(step, changes, spending)
+    found = helpful(step, [*changes_of(one)], spending)
     assert [r.micro_batch for r in found] == sorted((r.micro_batch for r in found), reverse=True)
     now = spending.largest(step)[0]
 
@@ -121,7 +121,8 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
     one = traced_step(setup(deep()), capability=(8, 0))
     old = traced_step(setup(deep()), capability=(7, 0))
     assert {c.name for c in changes_of(one)} - {c.name for c in changes_of(old)} == {"bf16"}
-    untraced = {"fused": ("a fused optimizer", Unpredictable("cannot predict"))}
+    wrong = replace(one, workload=make(Transformer, data=Tokens(), loss=lambda model, ids: model(ids)))
+    untraced = [Change("fused", "a fused optimizer", wrong)]
     found = helpful(footprint(one), untraced, Spending(BUDGET, gpu_allocator, 5000))
     assert {remedy.name for remedy in found} <= {"expandable_segments"}
 
@@ -130,10 +131,10 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
 def test_what_lowers_the_peak_without_sufficing_is_named_with_a_size_of_0() -> None:
     one = traced_step(setup(deep_transformer()), capability=(8, 0), steps=(1,))
     step = footprint(one)
-    changes = {change.name: (change.advice, footprint(change.step)) for change in changes_of(one)}
+    changes = [*changes_of(one)]
     peaks = {
-        name: replay(found.program.at(1), CountingAllocator()).peak_allocated_bytes
-        for name, (_, found) in changes.items()
+        change.name: replay(footprint(change.step).program.at(1), CountingAllocator()).peak_allocated_bytes
+        for change in changes
     }
     without = replay(step.program.at(1), CountingAllocator()).peak_allocated_bytes
     found = helpful(step, changes, Spending(min(peaks.values()) - 1, counting, 100, can_expand=False))
