@@ -98,7 +98,7 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
         model = fake_model(step.model, mode)
         # oneDNN hides the gates of recurrent layers. Single operators show tensors, about as large as what
         # cuDNN keeps.
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False, allow_tf32=None))  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False, allow_tf32=None))
         stack.enter_context(mode)
         if step.capability is not None:
             stack.enter_context(cuda_policy(step.capability))

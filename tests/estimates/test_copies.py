@@ -42,16 +42,6 @@ def test_results_come_back_in_order_and_nothing_that_was_changed_stays(cores, mo
     assert len({os.getpid(), *(pid for _, _, pid in found)}) == 6
 
 
-def test_a_copy_that_refuses_autograd_leaves_the_call_to_this_process(monkeypatch):
-    """A CUDA build does so after a backward pass here, even without a GPU (engine.cpp, bad autograd fork)."""
-
-    def refused(*_: object, **__: object) -> None:
-        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based ...")
-
-    monkeypatch.setattr(torch.Tensor, "backward", refused)
-    assert run_in_copies([os.getpid]) == [os.getpid()]
-
-
 def test_errors_keep_their_class_message_and_traceback():
     def fail() -> None:
         raise InputError("asked 3, found 2")
