@@ -112,23 +112,13 @@ def _named(snapshots: Sequence[str]) -> list[tuple[int, Path]]:
     Raises:
         InputError: there are too many, or one has no size or that of another.
     """
-    found = [_SIZED.fullmatch(text) for text in snapshots]
-    files = [
-        (int(match[1]), Path(match[2])) if match else (0, Path(text))
-        for match, text in zip(found, snapshots, strict=True)
-    ]
-    if len(files) == 1:
-        return files
-    without = [text for match, text in zip(found, snapshots, strict=True) if match is None]
-    if without:
+    sized = [(_SIZED.fullmatch(text), text) for text in snapshots]
+    files = [(int(match[1]), Path(match[2])) if match else (0, Path(text)) for match, text in sized]
+    sizes = {size for size, _ in files}
+    if len(files) > 1 and (len(files) > MOST_SNAPSHOTS or len(sizes) < len(files) or 0 in sizes):
         raise InputError(
-            f"--snapshot {quoted(without[0])} has no size: with two or three, write --snapshot 8=b8.pickle "
-            "--snapshot 16=b16.pickle"
-        )
-    if len(files) > MOST_SNAPSHOTS or len({size for size, _ in files}) < len(files):
-        raise InputError(
-            f"give one, two or three snapshots of different sizes, found "
-            f"{', '.join(str(size) for size, _ in files)}"
+            f"give one snapshot, or two or three with different sizes (--snapshot 8=b8.pickle --snapshot "
+            f"16=b16.pickle), found {', '.join(map(quoted, snapshots))}"
         )
     return files
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from autobatch.estimates.footprints import Unpredictable
 from tests.support.options import as_options
 from tests.support.probes import WIDTH, mlp, work
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
-
-NOWHERE = Path("nowhere")
 
 
 def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():

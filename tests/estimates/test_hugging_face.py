@@ -187,18 +187,3 @@ def test_experts_are_predicted_without_a_page_of_torchs_log(tmp_path: Path, capf
     found = autobatch.estimate(f"hf:{place}", profile=["rtx-4090"], sequence=32).estimates
     assert found[0].micro_batch > 0
     assert "Traceback" not in capfd.readouterr().err
-
-
-@pytest.mark.program
-def test_the_table_of_ranks_has_gpus_down_and_tabs_in_a_pipe(tmp_path: Path) -> None:
-    place = config_folder(tmp_path, "qwen3", num_hidden_layers=1)
-    ran = command(
-        tmp_path, "estimate", f"hf:{place}", "--ranks", "1,2", "--parallel", "shard", "--profile", "t4",
-        "a100-40gb", "--sequence", "32", "--memory-budget", "64MiB",
-    )  # fmt: skip
-    assert ran.code == 0, ran.err
-    lines = ran.out.splitlines()
-    head = lines.index("GPU\t1 rank\t2 ranks")
-    cells = [line.split("\t") for line in lines[head + 1 : head + 3]]
-    assert [row[0] for row in cells] == ["t4", "a100-40gb"]
-    assert all(int(cell.replace(",", "")) > 0 for row in cells for cell in row[1:])

@@ -128,22 +128,6 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
 
 
 @pytest.mark.program
-def test_what_lowers_the_peak_without_sufficing_is_named_with_a_size_of_0() -> None:
-    one = traced_step(setup(deep_transformer()), capability=(8, 0), steps=(1,))
-    step = footprint(one)
-    changes = [*changes_of(one)]
-    peaks = {
-        change.name: replay(footprint(change.step).program.at(1), CountingAllocator()).peak_allocated_bytes
-        for change in changes
-    }
-    without = replay(step.program.at(1), CountingAllocator()).peak_allocated_bytes
-    found = helpful(step, changes, Spending(min(peaks.values()) - 1, counting, 100, can_expand=False))
-    lower = {name: (0, peak) for name, peak in peaks.items() if peak <= 0.99 * without}
-    assert {remedy.name: (remedy.micro_batch, remedy.peak_bytes) for remedy in found} == lower
-    assert lower
-
-
-@pytest.mark.program
 def test_a_probe_in_which_nothing_fits_names_what_would_help(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
     held = sum(p.nbytes for p in deep_transformer().model().parameters())
