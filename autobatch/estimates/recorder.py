@@ -85,8 +85,6 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             func, args, kwargs = self._select_all(func, args)
         if func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
             func = _loss_per_element
-        elif func is aten._grouped_mm.default:
-            func = _grouped_product
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _CHECK:
             vars(out)[_PASSED] = True
@@ -142,17 +140,6 @@ def _is_in_place_foreach(func: Any) -> bool:
     """Check for an operator in place over hundreds of tensors, which allocates nothing and takes long."""
     name: str = func._schema.name
     return name.startswith("aten::_foreach_") and name.endswith("_")
-
-
-def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Return products of groups of rows, as experts have them, of any type: torch's own fake has one type.
-
-    The kernel pads each row to 16 bytes (ATen/native/GroupedMMUtils.h).
-    """
-    groups = [len(offsets)] if a.dim() == b.dim() == 2 and offsets is not None else []
-    batch = [len(a)] if a.dim() == b.dim() == 3 else groups
-    columns, step = b.shape[-1], 16 // a.element_size()
-    return a.new_empty([*batch, a.shape[-2], -(-columns // step) * step])[..., :columns]
 
 
 def _loss_per_element(x: Tensor, y: Tensor, *_: Any) -> Tensor:
