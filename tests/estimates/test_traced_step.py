@@ -202,7 +202,7 @@ def case(forward: Callable[[Tensor], Tensor]) -> Any:
         (lambda y: y * len(torch.unique(y)), "unique.*values of the data"),
         (lambda y: y * sum(y.untyped_storage().tolist()), "does not run without values"),
         (lambda y: y * float(y.detach().numpy().sum()), "does not run without values"),
-        (lambda y: torch.cat([y, y[: len(y) // 2]])[: len(y)], "no integer rule|no polynomial|bytes"),
+        (lambda y: torch.cat([y, y[: len(y) // 2]])[: len(y)], "no rule|no polynomial"),
     ],
 )
 def test_an_unpredictable_step_has_a_reason_in_one_line(forward, words) -> None:
