@@ -18,7 +18,7 @@ from tests.support.faults import (
     Quick,
     Watching,
     contrastive,
-    phases_of,
+    operators,
     plain,
     stateful,
     stateful_contrastive,
@@ -55,17 +55,16 @@ def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make, each: int)
     whole = train(make(), None)[0].train_state.model
     undisturbed, same = weights(whole), fingerprint(whole)
     smaller = fingerprint(train(make(), None, shrink_to=2)[0].train_state.model)
-    with phases_of(make()) as phases:
-        struck = [index for index, phase in phases if phase not in ("optimizer", "step")]
+    struck = operators(make())
     assert len(struck) > 60
     unchanged = 0
-    for index in struck[::each]:
+    for index, phase in struck[::each]:
         loop, records = train(make(), Fault(index))
         # No smaller micro-batch makes a loss over the whole batch smaller.
-        is_unchanged = phases[index][1] == "loss" and records[1].micro_batch == 4
+        is_unchanged = phase == "loss" and records[1].micro_batch == 4
         unchanged += is_unchanged
         expected = same if is_unchanged else smaller
-        assert fingerprint(loop.train_state.model) == expected, f"operator {index} ({phases[index][1]})"
+        assert fingerprint(loop.train_state.model) == expected, f"operator {index} ({phase})"
         if make in (plain, contrastive):
             assert apart(weights(loop.train_state.model), undisturbed) <= 1e-12
         assert [record.recovered is not None for record in records] == [False, True, False]
@@ -86,9 +85,7 @@ def test_out_of_memory_at_any_operator_of_a_simulated_gpu_leaves_no_memory_behin
     gpu = SimulatedDevice(load_profile("rtx-4090"), memory_budget="1GiB")
     undisturbed = weights(train(make(), None)[0].train_state.model)
     smaller, planned = train(make(), None, shrink_to=2, device=gpu)
-    with phases_of(make()) as phases:
-        struck = [index for index, phase in phases if phase not in ("optimizer", "step")]
-    for index in struck[::each]:
+    for index, _ in operators(make())[::each]:
         loop, records = train(make(), Fault(index), device=gpu)
         assert fingerprint(loop.train_state.model) == fingerprint(smaller.train_state.model), (
             f"operator {index}"
@@ -99,10 +96,9 @@ def test_out_of_memory_at_any_operator_of_a_simulated_gpu_leaves_no_memory_behin
 
 
 def test_there_is_no_recovery_inside_the_optimizer_step() -> None:
-    with phases_of(plain()) as phases:
-        struck = [index for index, phase in phases if phase in ("optimizer", "step")]
+    struck = operators(plain(), of_step=True)
     assert len(struck) > 5
-    for index in struck[::3]:
+    for index, _ in struck[::3]:
         with pytest.raises(RestartSmallerError, match="inside the optimizer step") as caught:
             train(plain(), Fault(index))
         assert caught.value.exit_code == 77
@@ -249,9 +245,7 @@ FRAGMENTED = (
 @pytest.mark.parametrize("make", [plain, stateful_contrastive])
 def test_after_fragmentation_the_same_micro_batches_run_again_with_the_same_bits(make) -> None:
     undisturbed = fingerprint(train(make(), None)[0].train_state.model)
-    with phases_of(make()) as phases:
-        struck = [index for index, phase in phases if phase not in ("optimizer", "step")]
-    for index in struck[::23]:
+    for index, _ in operators(make())[::23]:
         fault = Fault(index, error=torch.OutOfMemoryError(FRAGMENTED))
         loop, records = train(make(), fault)
         assert fingerprint(loop.train_state.model) == undisturbed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -154,8 +154,12 @@ def _train(workload, fault, device, meter, *, shrink_to: int | None = None, step
     return loop, records
 
 
-@contextmanager
-def phases_of(workload):
+def operators(workload, *, of_step: bool = False) -> list[tuple[int, str]]:
+    """Return the numbers and phases of the operators of a step before its optimizer, or of that alone."""
     fault = Fault()
     train(workload, fault)
-    yield list(enumerate(fault.phases))
+    return [
+        (number, phase)
+        for number, phase in enumerate(fault.phases)
+        if (phase in ("optimizer", "step")) == of_step
+    ]
