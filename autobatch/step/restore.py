@@ -135,10 +135,6 @@ class BufferSnapshot:
     raising their version. Large buffers (mask, table, queue) and frozen parameters (of a teacher that follows
     the model) are watched, and copied from the batch on after the first that changed them. Small frozen
     parameters are also copied for the first batch, after which it is known whether they change.
-
-    Args:
-        model: the model whose buffers are restored.
-        copy_all: copy everything for every batch.
     """
 
     def __init__(self, model: nn.Module, *, copy_all: bool = False) -> None:

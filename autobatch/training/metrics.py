@@ -53,11 +53,6 @@ class Metrics:
 
     A line waits for the lines of the next `WRITE_INTERVAL_S`, unless the last write is longer ago.
 
-    Args:
-        path: the metrics file, whose lines stay; None to write no file.
-        sinks: receive every record too.
-        note: called with the reason if a sink fails.
-
     Raises:
         CheckpointError: the file cannot be opened, or written by any method.
     """

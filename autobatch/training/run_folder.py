@@ -65,11 +65,6 @@ REPORT = "report.html"
 def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
     """Return the folder of a run.
 
-    Args:
-        asked: the folder that the user asked for; None for ``runs/NAME/DATE``.
-        name: the name of the workload.
-        resume: return the last of these folders that has checkpoints, not a new one.
-
     Raises:
         InputError: there is no run to resume.
     """

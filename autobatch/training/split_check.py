@@ -405,15 +405,7 @@ def _cause_in_hooks(model: nn.Module) -> str | None:
 def _cause_in_loss(
     setup: Setup, passes: tuple[_Pass, _Pass], mean: Tensor, columns: Tensor, allowed: float
 ) -> str:
-    """Return the likely cause of a difference, and what to write.
-
-    Args:
-        setup: the workload.
-        passes: over the whole, and over its parts.
-        mean: the gradient of the whole, as a mean over seeds.
-        columns: that of each part alone.
-        allowed: the relative error that rounding and draws explain.
-    """
+    """Return the likely cause of a difference, and what to write."""
     whole, parts = passes
     if isinstance(setup.workload.loss, WholeBatchLoss):
         return (

@@ -17,8 +17,6 @@ from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.profiles import load_profile
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
-from tests.support.rank_server import RankServer
-from tests.support.ranked import open_group, ranked_loop
 from tests.support.runs import ActingAfter, open_loop, resume, rows, settings
 from tests.support.training import (
     Rows,
@@ -119,22 +117,3 @@ def test_a_non_finite_loss_stops_the_run_before_the_step_and_names_its_samples(v
     assert torch.equal(weights(loop.train_state.model), before)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert loop.batches_seen == loop.steps_applied == 2
-
-
-def error_of_rank() -> str:
-    """Train a batch in which a sample of the last rank is not finite; return the error."""
-    group = open_group()
-    ids = next(iter(make_loop(make_workload(), target_batch=24, steps=1).sampler.batches())).ids
-    workload = make_workload(train_data=spoiled({ids[23]: math.nan}, torch.float64))
-    loop = ranked_loop(group, workload, [4, 4], target_batch=24, steps=1)
-    with pytest.raises(NonFiniteError) as caught:
-        next(loop.run())
-    group.close()
-    return str(caught.value)
-
-
-@pytest.mark.distributed
-def test_all_ranks_name_the_samples_of_the_whole_batch(server: RankServer) -> None:
-    line, other = server.values(error_of_rank)
-    assert line == other
-    assert all(str(sample) in line for sample in range(24))

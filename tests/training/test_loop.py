@@ -90,21 +90,6 @@ def test_an_invalid_learning_rate_is_named_before_its_step(rate: float, error, k
     assert torch.equal(weights(loop.train_state.model), before)
 
 
-def test_a_non_finite_gradient_of_one_optimizer_stops_all() -> None:
-    def loss(model, batch):
-        return mean_loss(model, batch) + (model[0].weight * 0.0).abs().sqrt().sum()
-
-    def optimizers(params, lr):
-        params = list(params)
-        return [torch.optim.SGD(params[:2], lr=lr), torch.optim.SGD(params[2:], lr=lr)]
-
-    loop = make_loop(make_workload(loss=loss, optimizer=optimizers), target_batch=6, steps=4)
-    before = weights(loop.train_state.model)
-    with pytest.raises(NonFiniteError, match="the gradient of step 1"):
-        next(loop.run())
-    assert torch.equal(weights(loop.train_state.model), before)
-
-
 @pytest.mark.parametrize("micro_batch", [1, 5, 7])
 def test_a_record_has_the_norm_the_items_and_the_rates_of_its_batch(micro_batch: int) -> None:
     """Against one pass over the whole batch; the step takes half a second of the clock."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -88,26 +87,16 @@ def test_rows_of_a_loss_over_the_whole_batch_must_not_depend_on_other_samples() 
     assert "exact as long as memory does not run out" in note
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"loss": contrastive_loss},
-            r"depends on several samples at once.* use WholeBatchLoss\(represent=…",
-        ),
-        ({"loss": batch_penalty}, "depends on several samples at once"),
-        ({"loss": lambda m, b: Loss(mean_loss(m, b), len(b[0]))}, "must be the sum over the items"),
-        (
-            {"loss": lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1)},
-            "count of the workload's Loss is 1 for",
-        ),
-    ],
-)
-def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, message) -> None:
+def test_a_loss_that_cannot_be_split_is_an_error_of_one_line_with_both_figures_and_the_cause() -> None:
     figures = r"norm [\d.e+-]+ at once and [\d.e+-]+ in micro-batches, which differs by .*"
-    with pytest.raises(InputError, match=figures + message) as caught:
-        check(make_workload(**changes))
-    assert "\n" not in str(caught.value)
+    for loss, cause in (
+        (batch_penalty, "depends on several samples at once"),
+        (lambda m, b: Loss(mean_loss(m, b), len(b[0])), "must be the sum over the items"),
+        (lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1), "count of the workload's Loss is 1 for"),
+    ):
+        with pytest.raises(InputError, match=figures + cause) as caught:
+            check(make_workload(loss=loss))
+        assert "\n" not in str(caught.value)
 
 
 DRAWING = {"views drawn in the forward pass", "a sum with noise", "class weights with dropout"}
@@ -394,26 +383,6 @@ def test_state_through_which_micro_batches_see_each_other_is_refused_by_name() -
 
 def test_state_that_no_sample_enters_is_no_fault() -> None:
     assert check(make_workload(model=Normed)) == []
-
-
-class Remembering(nn.Module):
-    """A model that adds what it saw last, and draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.seen, self.own = network(), deque([0.0], maxlen=3), torch.Generator()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(float(x.mean()) + float(torch.rand((), generator=self.own)))
-        return self.body(x) * (1 + self.seen[0])
-
-
-def test_what_a_model_keeps_in_attributes_is_put_back_at_the_end() -> None:
-    setup = make_setup(make_workload(model=Remembering))
-    before = setup.model.own.get_state()
-    assert "keeps state between passes" in str(examined(setup).unchecked)
-    assert list(setup.model.seen) == [0.0]
-    assert torch.equal(setup.model.own.get_state(), before)
 
 
 def normalised() -> nn.Module:
