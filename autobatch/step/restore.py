@@ -134,7 +134,8 @@ class BufferSnapshot:
     Small buffers (statistics) are copied for every batch, because the kernels of BatchNorm write them without
     raising their version. Large buffers (mask, table, queue) and frozen parameters (of a teacher that follows
     the model) are watched, and copied from the batch on after the first that changed them. Small frozen
-    parameters are also copied for the first batch, after which it is known whether they change.
+    parameters are also copied for the first batch, after which it is known whether they change. With
+    ``copy_all`` everything is copied for every batch.
     """
 
     def __init__(self, model: nn.Module, *, copy_all: bool = False) -> None:

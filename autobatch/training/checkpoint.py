@@ -357,6 +357,9 @@ Check: TypeAlias = Callable[[Path, dict[str, Any], dict[str, Any]], None]
 def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | None = None) -> Loaded | None:
     """Load the newest valid checkpoint, and name the damaged ones that were passed over.
 
+    All ranks call it and load the same one, and rank 0 compares the sums. ``check`` raises a
+    `CheckpointError` if a checkpoint with valid sums holds something else.
+
     Returns:
         The checkpoint; None if the folder has none at all.
 

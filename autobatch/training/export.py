@@ -26,7 +26,8 @@ bytes of a file differ from run to run, because safetensors writes them in any o
 def export_weights(train_state: TrainState, folder: Path, engine: Engine | None = None) -> None:
     """Write the weights as safetensors, and their averages if there are any.
 
-    Of tied weights a file has one, and its metadata name the others (`safetensors.torch.save_model`).
+    All ranks call it, and rank 0 writes. Of tied weights a file has one, and its metadata name the others
+    (`safetensors.torch.save_model`).
 
     Raises:
         CheckpointError: a file cannot be written.

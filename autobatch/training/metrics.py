@@ -49,7 +49,7 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Writer of the records of a run.
+    """Writer of the records of a run, to a file unless its path is None, and to every sink.
 
     A line waits for the lines of the next `WRITE_INTERVAL_S`, unless the last write is longer ago.
 

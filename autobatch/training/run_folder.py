@@ -63,7 +63,9 @@ REPORT = "report.html"
 
 
 def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
-    """Return the folder of a run.
+    """Return the folder of a run: the one that was asked for, else ``runs/NAME/DATE``.
+
+    That is a new one or, to ``resume``, the last that has checkpoints.
 
     Raises:
         InputError: there is no run to resume.

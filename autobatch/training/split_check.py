@@ -405,7 +405,11 @@ def _cause_in_hooks(model: nn.Module) -> str | None:
 def _cause_in_loss(
     setup: Setup, passes: tuple[_Pass, _Pass], mean: Tensor, columns: Tensor, allowed: float
 ) -> str:
-    """Return the likely cause of a difference, and what to write."""
+    """Return the likely cause of a difference, and what to write.
+
+    ``passes`` are those over the whole and its parts, ``mean`` and ``columns`` the gradients of the whole and
+    of each part alone.
+    """
     whole, parts = passes
     if isinstance(setup.workload.loss, WholeBatchLoss):
         return (
