@@ -42,9 +42,9 @@ EVERY = pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "each"),
     [
-        (plain, 5),
-        (stateful_contrastive, 17),
-        (stateful_terms, 29),
+        (plain, 7),
+        (stateful_contrastive, 23),
+        (stateful_terms, 37),
         *(
             pytest.param(one, 1, marks=EVERY)
             for one in (plain, stateful, contrastive, stateful_contrastive, stateful_terms)
@@ -75,7 +75,7 @@ def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make, each: int)
     assert (unchanged > 0) == (make in (contrastive, stateful_contrastive))
 
 
-@pytest.mark.parametrize(("make", "each"), [(plain, 9), (stateful, 19)])
+@pytest.mark.parametrize(("make", "each"), [(plain, 13), (stateful, 29)])
 def test_out_of_memory_at_any_operator_of_a_simulated_gpu_leaves_no_memory_behind(
     make, each, tmp_path: Path, monkeypatch
 ) -> None:
@@ -215,13 +215,13 @@ def test_a_run_too_large_for_a_simulated_gpu_ends_with_the_same_weights(tmp_path
     gpu = load_profile("rtx-4090")
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 3)).double()
+        return nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 3)).double()
 
     workload = plain(model=build, train_data=points(600))
     options = {"target_batch": 4096, "micro_batch": 4096, "steps": 3}
     whole = make_loop(workload, **options)
     losses = [record.loss for record in whole.run()]
-    device = SimulatedDevice(gpu, memory_budget="64MiB")
+    device = SimulatedDevice(gpu, memory_budget="44MiB")
     with device.training() as meter:
         loop = make_loop(workload, **options, device=device, meter=meter)
         meter.count(tensor.data for tensor in loop.train_state.model.parameters())
@@ -245,7 +245,7 @@ FRAGMENTED = (
 @pytest.mark.parametrize("make", [plain, stateful_contrastive])
 def test_after_fragmentation_the_same_micro_batches_run_again_with_the_same_bits(make) -> None:
     undisturbed = fingerprint(train(make(), None)[0].train_state.model)
-    for index, _ in operators(make())[::23]:
+    for index, _ in operators(make())[::31]:
         fault = Fault(index, error=torch.OutOfMemoryError(FRAGMENTED))
         loop, records = train(make(), fault)
         assert fingerprint(loop.train_state.model) == undisturbed

@@ -32,6 +32,7 @@ def attention() -> autobatch.Workload:
     return work(Attention, train_data=data, loss=lambda model, batch: model(batch[0]).float().mean())
 
 
+@pytest.mark.program
 def test_the_answer_for_a_gpu_does_not_depend_on_the_others() -> None:
     def limits(*gpus: str) -> dict[str, tuple[int, int]]:
         options = {"memory_budget": "1GiB", "max_micro_batch": 4096, "precision": "bf16"}
