@@ -74,11 +74,10 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
             return
         source = trainer.fit_loop._data_source
         given = None if source.is_module() else source.instance
-        holder = None
-        if given is None:
-            holder = _holder_of_batch_size(pl_module, trainer.datamodule)
-        else:
+        if given is not None:
             check_resizable(given)
+        else:
+            _holder_of_batch_size(pl_module, trainer.datamodule)
         options = self._options.copy()
         options.setdefault("precision", precision_of(str(trainer.precision), _PRECISIONS, "Lightning"))
         if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") == "norm":
@@ -91,18 +90,17 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
             maker = module if data is None else data
             loader = maker.train_dataloader() if given is None else given
             self.plan = plan_for(workload(module, loader), loop, self.target_batch, **options)
-            if given is None:
-                _holder_of_batch_size(module, data).batch_size = self.plan.micro_batch
-                loader = maker.train_dataloader()
-        if holder is None:
-            resize(loader, self.plan.micro_batch)
-        elif loader.batch_size != self.plan.micro_batch:
-            raise InputError(
-                f"train_dataloader made a loader of {loader.batch_size} samples, after batch_size was set to "
-                f"{self.plan.micro_batch}: let it read self.batch_size"
-            )
-        else:
-            holder.batch_size = self.plan.micro_batch
+            size = self.plan.micro_batch
+            if given is not None:
+                resize(given, size)
+            else:
+                for owners in ((module, data), (pl_module, trainer.datamodule)):
+                    _holder_of_batch_size(*owners).batch_size = size
+                if (found := maker.train_dataloader().batch_size) != size:
+                    raise InputError(
+                        f"train_dataloader made a loader of {found} samples, after batch_size was set to "
+                        f"{size}: let it read self.batch_size"
+                    )
         trainer.accumulate_grad_batches = self.plan.accumulation_steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -118,9 +116,6 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
         steps = loop.automatic_optimization.optim_progress.optimizer.step.current.completed
         behind = steps * self.plan.accumulation_steps - read.ready
         if loop.restarting and not loop.batch_progress.is_last_batch and behind:
-            rank_zero_info(
-                f"Lightning: the {steps} steps of the checkpoint count as whole steps of this plan"
-            )
             for name in ("ready", "started", "processed", "completed"):
                 setattr(read, name, getattr(read, name) + behind)
 
@@ -132,17 +127,11 @@ def workload(module: Any, loader: DataLoader[Any]) -> Workload:
         InputError: ``training_step`` calls backward itself, or ``configure_optimizers`` returns not one
             optimizer.
     """
-    instead = "use autobatch.batches, with a pass over each batch for each optimizer (docs/loops.md)"
-    if not module.automatic_optimization:
-        raise InputError(
-            f"{kind_of(module)} has automatic_optimization=False, so its training_step calls backward: "
-            f"{instead}"
-        )
     optimizers, _ = _configured(module)
-    if len(optimizers) > 1:
+    if not module.automatic_optimization or len(optimizers) > 1:
         raise InputError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, and Lightning steps several only "
-            f"with automatic_optimization=False: {instead}"
+            f"{kind_of(module)} has automatic_optimization=False, or {len(optimizers)} optimizers, so its "
+            "training_step calls backward: use autobatch.batches, one for each optimizer (docs/loops.md)"
         )
     parts = parts_of(loader)
     return Workload(

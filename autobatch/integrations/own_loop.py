@@ -25,7 +25,6 @@ from autobatch.distributed.group import Group, join_loop
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.shared_stream import open_stream
 from autobatch.planning import check_world_size, launched_world_size
-from autobatch.report.words import plural
 from autobatch.step.gradients import Gradients, exchange_buffer, norm_of
 from autobatch.step.loss import CountsAhead, StepTotals, normalize_loss, terms_of
 from autobatch.step.optimizers import refuse_closure
@@ -54,9 +53,6 @@ class MicroBatch:
     """The collated samples, on the device where the collate function has put them."""
     samples: int
     """Number of samples in ``data``."""
-
-    def __repr__(self) -> str:
-        return f"<MicroBatch: {plural(self.samples, 'sample')}>"
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -87,11 +83,6 @@ class Batch:
         made = map(lambda *pair: pair, feed.collated(drawn, run.micro_batch), self._sizes)
         self._micro_batches: Iterator[tuple[Any, int]] = made if counts is None else counts.ahead(made)
         self._engine.begin_step(self._state, (), len(self._sizes), len(self._sizes))
-
-    def __repr__(self) -> str:
-        own = sum(self._sizes)
-        share = "" if own == self.samples else f", {own:,} of them on this rank"
-        return f"<Batch {self.index}: {plural(self.samples, 'sample')}{share}>"
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -205,7 +196,7 @@ class Batch:
         return InputError(f"batch {self.index}: {found}: {advice}")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Batches:
     """The batches of a run; see `batches`."""
 
@@ -217,9 +208,6 @@ class Batches:
     start: int
     feeding: AbstractContextManager[Feed]
     is_started: bool = False
-
-    def __repr__(self) -> str:
-        return f"<Batches: {plural(len(self), 'batch', 'batches')} of {self.sampler.target_batch:,} samples>"
 
     def __len__(self) -> int:
         """Return the number of batches, for a schedule."""

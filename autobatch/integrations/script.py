@@ -43,10 +43,6 @@ from autobatch.search.saved import keep, recall
 
 STEPS = 3
 """Optimizer steps of a run: state appears in the first, and later ones find it and the gradients there."""
-MOST = 1 << 20
-"""The largest size that is tried without a cap."""
-LARGEST_FILE = 1 << 26
-"""Bytes from which on a file that the command names counts as data, which nobody edits."""
 EXCEPTION = re.compile(r"(\[rank\d+\]: )?(?!subprocess\.)[A-Za-z_.]+(Error|Exception|Interrupt|Exit)(: .+)?$")
 """Last line of a traceback, but for those of launchers: that of torchrun ends in a colon, and those of
 accelerate and DeepSpeed tell of a ``subprocess``."""
@@ -98,23 +94,17 @@ class Runner:
             ranks = [process for process in processes if process["steps"]]
             budget = self.device.budget_bytes
             refused = [each for each in processes if each["retries"] or each["peak_reserved_bytes"] > budget]
-            most: dict[str, Any] = max(
-                refused or ranks, key=lambda process: process["peak_reserved_bytes"], default={}
-            )
+            by_size = sorted(refused or ranks, key=lambda process: process["peak_reserved_bytes"])
+            most: dict[str, Any] = by_size[-1] if by_size else {}
             if refused:
                 reason = f"out of memory, after holding {format_bytes(most['peak_reserved_bytes'])}"
             elif ranks and code == 0 and all(rank["steps"] >= STEPS for rank in ranks):
                 recording = read_recordings(Path(most["snapshot"]))[0]
             else:
-                how = (
-                    f"ran for {self.seconds} s (--seconds)"
-                    if code is None
-                    else f"ended with exit code {code}"
-                )
                 hint = "" if processes else ", and torch used no GPU in it"
                 error = InputError(
-                    f"{shlex.join(words)} {how} after {max([0, *(each['steps'] for each in processes)])} of "
-                    f"{STEPS} optimizer steps{hint}. Its last words, in {self.log}: {last_words}"
+                    f"{shlex.join(words)} took {max([0, *(each['steps'] for each in processes)])} of {STEPS} "
+                    f"optimizer steps{hint}, exit code {code}. Its last words, in {self.log}: {last_words}"
                 )
         if error is not None and self.recording is None:
             raise error
@@ -139,11 +129,11 @@ class Runner:
         outcome = Outcome(attempt, None if recording is None else recording.trace, error=error)
         return self.outcomes.setdefault(size, outcome)
 
-    def _execute(self, words: Sequence[str], folder: str) -> tuple[int | None, str]:
-        """Run words; return their exit code, None if time was over, and the last words of the program."""
+    def _execute(self, words: Sequence[str], folder: str) -> tuple[int | str, str]:
+        """Run words; return their exit code, in words if time was over, and what the program said last."""
         fraction = fraction_of(self.device.budget_bytes, self.device.total_bytes)
         environ = recorded(folder=folder, steps=STEPS, fraction=fraction)
-        code = None
+        code: int | str = f"none within {self.seconds} s (--seconds)"
         with self.log.open("ab") as log, suppress(subprocess.TimeoutExpired):
             begin = log.tell()
             try:
@@ -167,13 +157,9 @@ class Runner:
         return code, " | ".join(raised[-1:] or lines[-3:]) or "nothing"
 
     def new_allocator(self, *, falls: bool = False) -> OnPools:
-        """Return an empty model of the allocator of the largest run that fits, limited to the budget.
-
-        Args:
-            falls: each new segment lies below those before it.
-        """
-        pools = () if self.recording is None else self.recording.pools
-        is_expandable = self.recording is not None and self.recording.is_expandable
+        """Return an empty model of the allocator, limited to the budget; see `find_largest` for ``falls``."""
+        known = self.recording
+        pools, is_expandable = ((), False) if known is None else (known.pools, known.is_expandable)
         return OnPools(self.device.budget_bytes, pools, expandable=is_expandable, falls=falls)
 
 
@@ -203,14 +189,14 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
     device, outcomes = runner.device, runner.outcomes
     multiple, target = options.search.micro_batch_multiple, options.batch.target_batch
     most = options.search.max_micro_batch
-    asked: dict[LimitedBy, int | None] = {"max_micro_batch": most, "target_batch": target, "memory": MOST}
+    asked: dict[LimitedBy, int | None] = {"max_micro_batch": most, "target_batch": target, "memory": 1 << 20}
     caps = {name: size for name, size in asked.items() if size is not None}
     if min(caps.values()) < multiple:
         raise InputError(f"a micro-batch of {min(caps.values())} is no multiple of {multiple}: ask for more")
     files = hashlib.sha256()
     for part in [part for word in runner.command for part in re.split("[=,]", word)]:
         with suppress(OSError, ValueError):
-            if Path(part).stat().st_size < LARGEST_FILE:
+            if Path(part).stat().st_size < 1 << 26:  # larger ones are data
                 files.update(Path(part).read_bytes())
     key: dict[str, KeyValue] = {
         "workload": f"-- {shlex.join(runner.command)}",
@@ -237,8 +223,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         raise DoesNotFitError(
             f"a micro-batch of {smallest.micro_batch} does not fit in the budget of "
             f"{format_bytes(device.budget_bytes)}: {smallest.reason}. What helps: a larger --memory-budget, "
-            "or flags of the command with which it takes less, such as 16 bits or recomputed activations. "
-            "autobatch record and estimate --snapshot show the lines that take it"
+            "or flags with which it takes less. autobatch record and estimate --snapshot show what takes it"
         )
     if probe.upper_bound_by == "error":
         runner.progress.note(str(outcomes[limit + multiple].error))

@@ -233,15 +233,12 @@ def _ask_for_scaling(trainer: Any) -> tuple[bool, list[str]]:
 def _check(trainer: Any) -> None:
     """Raise if the trainer runs in a way that a plan of one device cannot describe."""
     args = trainer.args
-    unknown = [
-        name
-        for name, is_on in (
-            (f"DataParallel over {args.n_gpu} GPUs in one process (start it with torchrun)", args.n_gpu > 1),
-            ("DeepSpeed", trainer.is_deepspeed_enabled),
-            ("FSDP", trainer.is_fsdp_enabled),
-            ("auto_find_batch_size", args.auto_find_batch_size),
-        )
-        if is_on
-    ]
+    ways = {
+        f"DataParallel over {args.n_gpu} GPUs in one process (start it with torchrun)": args.n_gpu > 1,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "auto_find_batch_size": args.auto_find_batch_size,
+    }
+    unknown = [name for name, is_on in ways.items() if is_on]
     if unknown:
         raise InputError(f"autobatch cannot plan for a Trainer with {' and '.join(unknown)}: turn it off")

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-import autobatch
-from autobatch import AutobatchError, InputError, Workload, integrations
+from autobatch import AutobatchError, InputError, integrations
 from autobatch.integrations.library_plan import rebuilt
-from tests.support.bounded import bounded
 from tests.support.libraries import installed
 from tests.support.rank_server import RankServer
 
@@ -123,41 +121,6 @@ def test_an_optimizer_is_rebuilt_over_a_copy_by_name() -> None:
     assert made.param_groups[0]["params"] == [*copy[1].parameters()]
     with pytest.raises(InputError, match="AdamW trains parameters that are not the model's"):
         rebuilt(own, nn.Linear(1, 1), copy)
-
-
-@pytest.mark.parametrize("is_library", [False, True])
-def test_a_plan_says_what_batch_norm_sees(is_library: bool) -> None:
-    """Statistics are those of 4 micro-batches of 6, as ``fit`` says of its own loop."""
-    model, rows = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)), list(torch.arange(24.0))
-    options: dict[str, Any] = {"target_batch": 24, "max_micro_batch": 6, "memory_budget": "1GiB"}
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch[:, None]).square().mean()  # type: ignore[no-any-return]
-
-    with bounded(120):
-        if is_library:
-            accelerator = SimpleNamespace(mixed_precision="no", num_processes=1, device=torch.device("cpu"))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            data = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
-            notes = accelerate.plan(accelerator, model, optimizer, data, loss=loss, **options).notes
-        else:
-            workload = Workload(
-                model=lambda: model,
-                train_data=rows,
-                loss=loss,
-                optimizer=lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate),
-                learning_rate=0.1,
-            )
-            notes = autobatch.plan(workload, device="cpu", progress=False, **options).notes
-    assert any("BatchNorm" in note and "6" in note for note in notes), notes
-
-
-def test_the_last_step_of_an_epoch_is_told() -> None:
-    found = plan(loader_of(list(torch.arange(40.0))))
-    (note,) = [note for note in found.notes if "last step" in note]
-    assert "16 of 24 samples" in note
-    assert "divided by 3" in note
-    assert not [note for note in plan(loader_of(list(torch.arange(48.0)))).notes if "last step" in note]
 
 
 def test_a_loader_keeps_its_order_and_its_end_and_a_stream_its_own() -> None:

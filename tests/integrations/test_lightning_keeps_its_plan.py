@@ -127,13 +127,3 @@ def test_a_fit_resumed_with_another_micro_batch_takes_whole_steps(
     # Lightning begins the data of the epoch anew, so its short batch comes only if the counts end there.
     assert own.steps[:1] == [32]
     assert own.steps[2:] == [32, 32, 32, 24] * (1 - step // 4) + [0]
-
-
-def test_a_resume_at_the_end_of_an_epoch_or_of_the_same_plan_is_left_alone(tmp_path: Path) -> None:
-    saved_by(8, tmp_path, every_n_train_steps=2)
-    for name, micro_batch, steps in (("epoch=0-step=2", 8, 6), ("epoch=0-step=4", 16, 4)):
-        finder = lightning.AutobatchFinder(target_batch=BATCH, max_micro_batch=micro_batch)
-        own, trainer = module(), quiet(callbacks=[finder])
-        trainer.fit(own, loader(), ckpt_path=str(tmp_path / f"{name}.ckpt"), weights_only=False)
-        assert len(own.steps) - 1 == steps
-        assert own.steps[-5:] == [32, 32, 32, 24, 0]

@@ -132,16 +132,3 @@ def test_a_planned_step_is_that_of_the_whole_batch(
     if line is not None:
         assert len(lines) == bool(line)
         assert all(line in note for note in lines)
-
-
-def test_a_loss_of_nothing_decides_nothing(tmp_path: Path) -> None:
-    """The first two samples predict no word: their loss has no value, so the model is taken at its word."""
-    library = installed("transformers")
-    data = samples("words")
-    for sample in data[:2]:
-        sample["labels"] = torch.full_like(sample["labels"], -100)
-    arguments = library.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    trainer = library.Trainer(llama(), arguments, train_dataset=data)
-    plan = transformers.plan(trainer, target_batch=BATCH, max_micro_batch=6)
-    assert trainer.loss_is_scaled_for_ga is None
-    assert not [note for note in plan.notes if "loss_is_scaled_for_ga" in note]

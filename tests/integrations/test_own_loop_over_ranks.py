@@ -17,11 +17,8 @@ from tests.support.custom_loops import (
     EXACT,
     KINDS,
     SAMPLES,
-    gan_data,
     ids_by_batch,
     small_plan,
-    train_gan,
-    train_gan_on_whole_batches,
     train_in_own_loop,
 )
 from tests.support.rank_server import RankServer
@@ -57,24 +54,6 @@ def test_steps_equal_those_of_whole_batches(
     for weights, own in server.values(own_loop, kind, limits, is_joined, world=len(limits)):
         assert apart(weights, expected) <= EXACT
         assert own == pytest.approx(losses, rel=EXACT)
-
-
-def gan_over_ranks(limits: list[int]) -> Tensor:
-    """Train a GAN; the last batch has fewer samples than ranks."""
-    torch.set_num_threads(1)
-    plan = plan_of(int(os.environ["RANK"]), 15, limits)
-    found = train_gan(plan, gan_data(), [*range(SAMPLES - 1)], clip=0.01)
-    torch.distributed.destroy_process_group()
-    return found
-
-
-@pytest.mark.parametrize("limits", [[3, 2], [1, 20, 3]], ids=str)
-def test_two_batches_are_the_two_steps_of_a_gan(server: RankServer, limits: list[int]) -> None:
-    order = [*range(SAMPLES - 1)] * 2
-    whole = [order[at : at + 15] for at in range(0, 46, 15)]
-    expected = train_gan_on_whole_batches(whole, clip=0.01)
-    for found in server.values(gan_over_ranks, limits, world=len(limits)):
-        assert apart(found, expected) <= EXACT
 
 
 def ranks_without_samples(precision: str) -> list[tuple[float, bool]]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from autobatch import InputError, Loss, integrations
-from tests.support.bounded import bounded
+from autobatch import InputError, integrations
 from tests.support.libraries import installed
 from tests.support.trainers import BUDGET, Texts, gpt2, gradient_of, mean_over_words, pad, weights_of
 
@@ -113,20 +110,6 @@ def test_a_plan_sets_the_rate_and_logs_nothing_of_a_loss_that_logs(tmp_path: Pat
     assert [one["own"] for one in trainer.state.log_history] == [1.0]
 
 
-def test_the_loss_of_the_workload_is_a_sum_and_its_count(tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path)
-    workload = transformers.workload(trainer)
-    batch = pad([workload.train_data[index] for index in range(5)])
-    model = trainer.model.eval()
-    found = workload.loss(model, batch)
-    assert isinstance(found, Loss)
-    assert int(found.count) == int((batch["labels"][:, 1:] != -100).sum())
-    assert torch.allclose(found.total / found.count, mean_over_words(model, batch))
-    assert set(batch) == {"input_ids", "attention_mask", "labels"}
-    trainer.loss_is_scaled_for_ga = False
-    assert isinstance(workload.loss(model, batch), torch.Tensor), "a mean, which the trainer weighs itself"
-
-
 def test_the_optimizer_is_that_of_the_trainer(tmp_path: Path) -> None:
     trainer = a_trainer(tmp_path, optim="adamw_torch", weight_decay=0.1)
     made = transformers.workload(trainer).optimizer(gpt2(), 0.1)
@@ -200,18 +183,3 @@ def test_a_run_resumed_with_another_micro_batch_takes_whole_steps(tmp_path: Path
         runs.append(steps)
     assert [len(samples) for samples in runs[0].values()] == [16, 16, 8]
     assert runs[1] == {step: runs[0][step] for step in (1, 2)}
-
-
-def test_a_plan_on_a_stream_promises_no_repeat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A step of a Trainer that runs out of memory ends its run: no loop of another library repeats it."""
-
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return itertools.cycle(Texts())  # type: ignore[call-overload, no-any-return]
-
-    trainer = a_trainer(tmp_path)
-    trainer.train_dataset = Stream()
-    with bounded(120):
-        plan = transformers.plan(trainer, target_batch=24, max_micro_batch=6)
-    assert plan.accumulation_steps == 4
-    assert "again" not in str(plan) + caplog.text

@@ -18,9 +18,6 @@ import sys
 import threading
 from typing import Any
 
-MOST_EVENTS = 4_000_000
-"""Events that a recording keeps, the latest; about a gigabyte with stacks."""
-
 
 def begin() -> None:
     """Record from now on, until an optimizer has taken so many steps or the process ends."""
@@ -60,9 +57,9 @@ def begin() -> None:
             handle.remove()
             finish(0)
 
-    torch.cuda.memory._record_memory_history(
-        context=None if "folder" in wanted else "alloc", stacks="python", max_entries=MOST_EVENTS
-    )
+    context = None if "folder" in wanted else "alloc"
+    # The latest events; with stacks they take about a gigabyte.
+    torch.cuda.memory._record_memory_history(context=context, stacks="python", max_entries=4_000_000)
     handle = register_optimizer_step_post_hook(count)
     atexit.register(write)
     torch._C._cuda_attach_out_of_memory_observer(lambda *_: finish(1))  # type: ignore[attr-defined]
