@@ -32,7 +32,7 @@ from autobatch.search.find_limit import check_size, find_limit
 from autobatch.search.plan_split import choose_split
 from autobatch.search.probe import Limit
 from autobatch.training.batchnorm import statistics_notes
-from autobatch.training.split_check import ANYWAY, Finding, examine, first_samples
+from autobatch.training.split_check import ANYWAY, SHARED, Finding, examine, first_samples
 from autobatch.workload.order import GlobalBatchSampler
 
 if TYPE_CHECKING:
@@ -271,9 +271,7 @@ def _check_loss(run: Run, batches: GlobalBatchSampler | None) -> None:
         return
     if run.setup.info.shards is not None:
         if run.options.command != "fit":
-            run.progress.note(
-                "autobatch fit checks on rank 0 that the loss can be split, because the ranks share the model"
-            )
+            run.progress.note(SHARED)
         return
     micro_batch, steps = found_limit.micro_batch, 2
     if planned is not None:

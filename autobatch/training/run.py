@@ -46,7 +46,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.metrics import Earlier, Metrics, RunTotals, Until, rewind_metrics
 from autobatch.training.resume import capture_loop, data_order_facts, restore_loop
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
-from autobatch.training.split_check import check_loss_splits
+from autobatch.training.split_check import SHARED, check_loss_splits
 from autobatch.training.trackers import LoggedRun, open_trackers
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
@@ -106,13 +106,8 @@ def train_plan(
             check=options.split_check,
             share_of=lambda samples: split_over_ranks(samples, ranks.world, plan.multiple)[ranks.rank],
         )
-    elif options.split_check == "off" or ranks.rank:
-        checked = []
     else:
-        checked = [
-            "not checked whether the loss can be split, because the ranks share the model: "
-            "check it once in one process, on a smaller model"
-        ]
+        checked = [] if options.split_check == "off" or ranks.rank else [SHARED]
     for line in checked:
         add_note(line)
     progress.doing("preparing the training")

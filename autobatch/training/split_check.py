@@ -62,6 +62,10 @@ ELEMENTS = 1024
 REPEATS, SPREADS = 8, 4.0
 """Seeds over which the gradients of a random loss are averaged, and the standard errors of such a mean that a
 difference must exceed: chance does so once in 200 times at most."""
+SHARED = (
+    "not checked whether the loss can be split, because the ranks share the model: check it once in one "
+    "process, on a smaller model"
+)
 ANYWAY = "To train anyway, use --split-check note"
 
 
