@@ -209,7 +209,7 @@ class Tuner:
             workers=info.workers if options.train.workers is None else options.train.workers,
         )
         kept, tuning = self.ranks.once(lambda: self._search(trials).find())
-        confirmed = self.ranks.gather(_confirmed(trials, tuning.changes)) if tuning.changes else []
+        confirmed = self.ranks.gather(trials.confirm(tuning.changes)) if tuning.changes else []
         for failure in (answer for answer in confirmed if isinstance(answer, str)):
             note = f"kept the plan: the fastest configuration fails: {failure}"
             tuning = replace(kept, notes=[*kept.notes, note])
@@ -218,7 +218,7 @@ class Tuner:
         self.progress.tuned(tuning)
         if not tuning.changes:
             return plan, tuning
-        sizes = micro_batches(trials.samples, min(confirmed), plan.multiple)
+        sizes = micro_batches(trials.samples, min(map(int, confirmed)), plan.multiple)
         plan = replace(
             plan,
             micro_batch=sizes[0],
@@ -252,11 +252,3 @@ class Tuner:
             worth_samples=RUN_SHARE * trials.samples * self.planned_steps if is_unasked else math.inf,
             progress=self.progress,
         )
-
-
-def _confirmed(trials: Trials, changed: Configuration) -> Any:
-    """Return the micro-batch of a configuration if it runs within the budget, else the reason."""
-    try:
-        return trials.confirm(changed)
-    except Infeasible as reason:
-        return str(reason)

@@ -77,17 +77,14 @@ class Trials:
         seconds = self._call(time_steps, changed, sizes, self.seconds, self.workers or 0)
         return Measurement(self.samples / seconds, sizes[0])
 
-    def confirm(self, changed: Configuration) -> int:
-        """Run a configuration within the enforced budget, and return its micro-batch.
-
-        Raises:
-            Infeasible: it does not fit.
-        """
-        size = self.micro_batch(changed)
-        ran = self._call(attempt, changed, size).attempt
-        if not ran.fits:
-            raise Infeasible(ran.reason)
-        return size
+    def confirm(self, changed: Configuration) -> int | str:
+        """Return the micro-batch of a configuration that runs within the budget, else the reason."""
+        try:
+            size = self.micro_batch(changed)
+            ran = self._call(attempt, changed, size).attempt
+        except Infeasible as reason:
+            return str(reason)
+        return size if ran.fits else str(ran.reason)
 
     def micro_batch(self, changed: Configuration) -> int:
         """Return the micro-batch of a configuration: the even split at its limit, halved as it says.
