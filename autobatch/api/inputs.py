@@ -223,5 +223,5 @@ def _sampler_of(run: Run, setup: Setup, samples: int | None) -> GlobalBatchSampl
     note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
     if note is not None:
         run.progress.note(note)
-    view = open_stream(stream, ranks, options.device.seed, options.target_batch)
-    return build_sampler(samples, options, view=view)
+    reader = open_stream(stream, ranks, options.device.seed, options.target_batch)
+    return build_sampler(samples, options, reader=reader)

@@ -290,7 +290,7 @@ def batches(
     ranks.check_equal({"target batch": plan.target_batch, "start": start, **lengths})
     sampler = _sampler_of(known, plan, ranks, **lengths)
     if isinstance(sampler, StreamSampler):
-        sampler.view.skip(sampler.seen(start))
+        sampler.reader.skip(sampler.seen(start))
     split = split_of(plan, WorstCaseSampler(known, seed=seed).sizes, rank=ranks.rank, world=ranks.world)
     state = _train_state_of(known, plan, optimizers, scaler)
     engine = Engine()
@@ -352,8 +352,8 @@ def _sampler_of(workload: Workload, plan: Plan, ranks: Ranks, **fields: Any) -> 
             samples, remarks = ranks.once(lambda: count_samples(stream))
             for line in (COUNTED, *remarks):
                 logger.warning(line)
-        view = open_stream(stream, ranks, fields["seed"], plan.target_batch)
-        return StreamSampler(**fields, target_batch=plan.target_batch, samples=samples, view=view)
+        reader = open_stream(stream, ranks, fields["seed"], plan.target_batch)
+        return StreamSampler(**fields, target_batch=plan.target_batch, samples=samples, reader=reader)
     samples, order = epoch_of(workload, fields["seed"])
     sampler = GlobalBatchSampler(**fields, target_batch=plan.target_batch, samples=samples, order=order)
     if ranks.world > 1:

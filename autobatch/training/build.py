@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -28,7 +27,7 @@ from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.split import split_of
-from autobatch.workload.streams import ENDLESS, StreamSampler, StreamView, count_samples
+from autobatch.workload.streams import ENDLESS, Reader, StreamSampler, count_samples
 from autobatch.workload.user_code import user_code
 
 FILLER_SAMPLES = 2
@@ -36,7 +35,7 @@ FILLER_SAMPLES = 2
 
 
 def build_sampler(
-    samples: int, options: Options, order: Order | None = None, view: StreamView | None = None
+    samples: int, options: Options, order: Order | None = None, reader: Reader | None = None
 ) -> GlobalBatchSampler:
     """Build the sampler of all batches of a run."""
     fields: dict[str, Any] = {
@@ -46,7 +45,9 @@ def build_sampler(
         "steps": options.train.steps,
         "epochs": options.train.epochs,
     }
-    return GlobalBatchSampler(**fields, order=order) if view is None else StreamSampler(**fields, view=view)
+    if reader is not None:
+        return StreamSampler(**fields, reader=reader)
+    return GlobalBatchSampler(**fields, order=order)
 
 
 def count_stream(setup: Setup) -> tuple[int, list[str]]:
@@ -76,9 +77,6 @@ def open_loop(
     workers = train.workers
     if workers is None:
         workers = int(plan.knobs.get(LOADER_WORKERS) or workload.loading.workers or 0)
-    if isinstance(sampler, StreamSampler):
-        # The setup has the first samples of the stream only.
-        workload = replace(workload, train_data=sampler.view)
     feeding = open_feed(
         workload,
         sampler,

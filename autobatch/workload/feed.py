@@ -25,9 +25,9 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -74,13 +74,20 @@ class MicroBatches(Dataset[Any]):
     Args:
         workload: has the data and the collate function.
         seed: of the run, to seed every sample; None to draw from the generators as they are.
+        held: samples of a stream by their ids, in place of the data.
         stop: a flag that a worker shares with the loop; once it is set, an item is left unfinished.
     """
 
-    def __init__(self, workload: Workload, seed: int | None, stop: Any = None) -> None:
-        self._data, self._collate = workload.train_data, workload.collate
-        self.seed = seed
-        self._stop = stop
+    def __init__(
+        self,
+        workload: Workload,
+        seed: int | None,
+        *,
+        held: Mapping[int, Any] | None = None,
+        stop: Any = None,
+    ) -> None:
+        self._data = workload.train_data if held is None else held
+        self._collate, self.seed, self._stop = workload.collate, seed, stop
 
     def load(self, part: MicroBatchIds) -> Collated:
         """Fetch and collate a micro-batch; seeded samples leave no trace in the generators.
@@ -194,13 +201,13 @@ def open_feed(
     if isinstance(sampler, StreamSampler):
         # The stream has its own workers, and no seeds.
         if workers:
-            sampler.view.source.read_with(
+            sampler.reader.read_with(
                 num_workers=workers,
                 prefetch_factor=AHEAD,
                 worker_init_fn=loading.init_worker,
                 multiprocessing_context=start_method(),
             )
-        yield Feed(MicroBatches(replace(workload, train_data=sampler.view), None), split)
+        yield Feed(MicroBatches(workload, None, held=sampler.held), split)
         return
     if not workers:
         is_seeded = seeds_samples or isinstance(split, SizeSplit)
@@ -231,7 +238,7 @@ class WorkerFeed(Feed):
     ) -> None:
         self._context = multiprocessing.get_context(start_method())
         self._stop = self._context.RawValue(ctypes.c_bool, False)
-        super().__init__(MicroBatches(workload, sampler.seed, self._stop), split)
+        super().__init__(MicroBatches(workload, sampler.seed, stop=self._stop), split)
         self._sampler, self._count, self._gpu = sampler, workers, gpu
         self._init = partial(start_worker, workload.loading.init_worker)
         self._workers: list[BaseProcess] = []

@@ -10,15 +10,14 @@ its draws depend on nothing but how much was read. Reading it again from its sta
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import BatchFunction, Workload, is_stream, kind_of
@@ -56,25 +55,16 @@ COUNTED = (
 
 
 class Prefix(list[Any]):
-    """The first samples of a stream, as data with an index.
+    """The first samples of a stream, as data with an index."""
 
-    Args:
-        samples: the samples.
-        is_all: whether the stream ends after them.
-    """
-
-    def __init__(self, samples: Iterable[Any], *, is_all: bool) -> None:
-        super().__init__(samples)
-        self.is_all = is_all
+    is_all = False
+    """True if the stream ends after them."""
 
 
 def scanned(workload: Workload, target_batch: int | None = None, most: int | None = None) -> Workload:
     """Return a workload whose data are the first samples of its stream; another workload stays as it is.
 
-    Args:
-        workload: what to train.
-        target_batch: samples that a `BatchFunction` is asked for, at most; None if unknown.
-        most: samples to read; None for `SCAN`.
+    At most ``most`` samples are read, and a `BatchFunction` is asked for at most ``target_batch`` of them.
 
     Raises:
         InputError: the stream has no sample.
@@ -90,7 +80,9 @@ def scanned(workload: Workload, target_batch: int | None = None, most: int | Non
         else:
             samples = StreamReader(stream).epoch()
         first = list(islice(samples, most + 1))
-    return replace(workload, train_data=Prefix(first[:most], is_all=len(first) <= most))
+    prefix = Prefix(first[:most])
+    prefix.is_all = len(first) <= most
+    return replace(workload, train_data=prefix)
 
 
 def is_open_ended(data: object) -> bool:
@@ -99,12 +91,7 @@ def is_open_ended(data: object) -> bool:
 
 
 def stream_notes(data: Any, *, repeats: bool = True) -> list[str]:
-    """Return a remark on what a plan has seen of a stream; nothing for other data.
-
-    Args:
-        data: of the plan.
-        repeats: whether the loop runs a step again that runs out of memory.
-    """
+    """Return a remark on what a plan has seen of a stream; ``repeats`` if the loop runs a step again."""
     if not is_open_ended(data):
         return []
     then = "; a step that runs out of memory runs again in smaller micro-batches" if repeats else ""
@@ -136,14 +123,27 @@ def count_samples(stream: Any) -> tuple[int, list[str]]:
     return samples, [f"the __len__ of the stream says {said:,}, and {samples:,} came: an epoch has these"]
 
 
-class FunctionReader:
-    """The batches of a function of the user's, one per optimizer step, without an end.
+class Reader(Protocol):
+    """The samples of a run over a stream, read forward and only once."""
 
-    Args:
-        data: the function.
-        size: samples of a batch.
-        seed: of the run.
-    """
+    def read(self, number: int) -> list[Any]:
+        """Return the next samples, as many as one batch has."""
+
+    def skip(self, samples: int) -> None:
+        """Go on after so many samples."""
+
+    def read_with(self, **workers: Any) -> None:
+        """Read with loader processes, given as arguments of a ``DataLoader``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the stream, and the stream's own state if it has one."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Continue after a state, and return in words how the place was found."""
+
+
+class FunctionReader:
+    """The batches of a function of the user's, one of ``size`` samples per optimizer step, without an end."""
 
     def __init__(self, data: BatchFunction, size: int, seed: int = 0) -> None:
         self._data, self._size, self._seed = data, size, seed
@@ -178,34 +178,29 @@ class FunctionReader:
         return rows
 
     def read(self, number: int) -> list[Any]:
-        """Return the samples of the next step, or the first of them."""
+        """See `Reader.read`. The last batch of a run may have fewer samples than the function makes."""
         self._step += 1
         return self.draw(self._step - 1)[:number]
 
     def skip(self, samples: int) -> None:
-        """Go on after so many samples of the run, which are not made."""
+        """See `Reader.skip`. Nothing is made."""
         self._step = samples // self._size
 
     def read_with(self, **workers: Any) -> None:
         """Do nothing: no loader process calls the function."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the next step."""
+        """See `Reader.state_dict`."""
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Continue at a step, which is worth no note."""
+        """See `Reader.load_state_dict`."""
         self._step = state["step"]
         return []
 
 
 class StreamReader:
-    """The samples of a stream of the user's, over all epochs, read forward.
-
-    Args:
-        stream: the user's data.
-        seed: of the run.
-    """
+    """The samples of a stream of the user's, over all epochs."""
 
     def __init__(self, stream: Any, seed: int = 0) -> None:
         self._stream, self._seed = stream, seed
@@ -242,7 +237,7 @@ class StreamReader:
         self._reader, self._epoch, self._in_epoch = None, self._epoch + 1, 0
 
     def read(self, number: int) -> list[Any]:
-        """Return the next samples of the run.
+        """See `Reader.read`.
 
         Raises:
             InputError: the stream yields nothing.
@@ -251,17 +246,17 @@ class StreamReader:
             return self._take(number)
 
     def skip(self, samples: int) -> None:
-        """Read some samples of the run, and drop them."""
+        """See `Reader.skip`. They are read and dropped."""
         with self._drawing():
             for _ in range(samples):
                 self._take(1)
 
     def read_with(self, **workers: Any) -> None:
-        """Read with loader processes: arguments of a ``DataLoader``; none to read in this process."""
+        """See `Reader.read_with`."""
         self._workers = workers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the stream, and the stream's own state if it has one."""
+        """See `Reader.state_dict`."""
         saved = getattr(self._source, "state_dict", None)
         own = saved() if callable(saved) else None
         # Without a state of its own, a stream is read again from its start, where it is seeded.
@@ -269,7 +264,7 @@ class StreamReader:
         return {"epoch": self._epoch, "in_epoch": self._in_epoch, "own": own, "random": random}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Continue after a state, and return in words how the place was found."""
+        """See `Reader.load_state_dict`."""
         self._epoch, self._in_epoch, self._reader = state["epoch"], 0, None
         with self._drawing():
             if self._begin_epoch(state["own"]):
@@ -354,84 +349,43 @@ class StreamReader:
         if not hasattr(source, "__iter__"):
             source = _made_by(source)
         if self._workers:
-            if inspect.isgenerator(source):
+            if not isinstance(source, IterableDataset):
                 raise InputError(
                     f"loader processes (--workers {self._workers['num_workers']}) cannot share the samples "
-                    f"of a generator function{place_of(source)}: use --workers 0, or an IterableDataset"
+                    f"of {kind_of(source)}{place_of(source)}: use --workers 0, or an IterableDataset"
                 )
             # torch's default would turn its arrays into tensors.
             source = DataLoader(source, batch_size=None, collate_fn=unchanged, **self._workers)
         return source
 
 
-class StreamView:
-    """A stream as data with an index that only moves forward.
-
-    Args:
-        source: reads the stream.
-    """
-
-    def __init__(self, source: StreamReader | FunctionReader) -> None:
-        self.source = source
-        self._held: dict[int, Any] = {}
-
-    def __len__(self) -> int:
-        """Return a length that no run reaches."""
-        return ENDLESS
-
-    def __getitem__(self, position: int) -> Any:
-        """Return a sample of the current batch by its place in the run."""
-        return self._held[position]
-
-    def begin_batch(self, first: int, stop: int) -> None:
-        """Read the samples of a batch, and forget those before."""
-        self._held = {}
-        self._held = dict(zip(range(first, stop), self._read(stop - first), strict=True))
-
-    def _read(self, number: int) -> list[Any]:
-        return self.source.read(number)
-
-    def skip(self, samples: int) -> None:
-        """Go on after so many samples of the run."""
-        self.source.skip(samples)
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Continue after a state, and return in words how the place was found."""
-        return self.source.load_state_dict(state)
-
-
-def reader_of(stream: Any, seed: int, target_batch: int) -> StreamReader | FunctionReader:
-    """Return what reads a stream in a run with a seed, or asks a function for target batches."""
-    if isinstance(stream, BatchFunction):
-        return FunctionReader(stream, target_batch, seed)
-    return StreamReader(stream, seed)
-
-
 @dataclass(frozen=True, kw_only=True)
 class StreamSampler(GlobalBatchSampler):
     """The batches of a run over a stream: the places of its samples, in order."""
 
-    view: StreamView
+    reader: Reader
+    held: dict[int, Any] = field(default_factory=dict)
+    """Samples of the current batch by their places, in place of the training data."""
 
     def _order_of(self, epoch: int) -> range:
         return range(self.samples)
 
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
-        """Draw the batches of the run, from number ``start`` on. The view holds the samples of one."""
+        """Read the batches of the run, from number ``start`` on, which is where the reader is."""
         for index in range(start, self.total):
-            first = index * self.target_batch
-            stop = first + self.size(index)
-            self.view.begin_batch(first, stop)
-            yield GlobalBatch(index, first // self.samples, list(range(first, stop)))
+            places = range(self.seen(index), self.seen(index + 1))
+            self.held.clear()  # before the next samples take memory
+            self.held.update(zip(places, self.reader.read(len(places)), strict=True))
+            yield GlobalBatch(index, places[0] // self.samples, list(places))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the stream, between two batches."""
-        return self.view.source.state_dict()
+        return self.reader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
-        """See `StreamView.load_state_dict`."""
+        """See `Reader.load_state_dict`."""
         assert state is not None
-        return self.view.load_state_dict(state)
+        return self.reader.load_state_dict(state)
 
 
 def unchanged(sample: Any) -> Any:
@@ -446,13 +400,10 @@ def _made_by(function: Any) -> Any:
         InputError: it returns a batch.
     """
     made = function()
-    if isinstance(made, Mapping) or (
-        isinstance(made, tuple) and any(isinstance(part, Tensor) for part in made)
-    ):
-        name = getattr(function, "__name__", "get_batch")
+    if isinstance(made, Mapping) or (isinstance(made, tuple) and any(isinstance(p, Tensor) for p in made)):
         raise InputError(
             f"the function of Workload(train_data=…){place_of(function)} returned {kind_of(made)} of "
             f"{len(made)} parts, which looks like a batch, and not like an iterable of samples: write "
-            f"train_data=autobatch.BatchFunction(lambda size, step: …), and let {name} make size samples"
+            "train_data=autobatch.BatchFunction(lambda size, step: …)"
         )
     return made

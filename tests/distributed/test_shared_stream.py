@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import autobatch
-from autobatch import InputError
-from autobatch.distributed.shared_stream import pack, split_note, unpack
+from autobatch.distributed.shared_stream import SharedReader, split_note
+from autobatch.workload.streams import StreamReader
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.training import apart, fingerprint, make_workload, points, weights
@@ -91,32 +91,24 @@ def test_a_run_resumes_in_the_stream_on_another_number_of_ranks(server: RankServ
     assert apart(torch.tensor(found), torch.tensor(expected)) < 1e-12
 
 
-def note_of_first(is_split: bool) -> str | None:
-    """Return the note on the first sample of a stream on every rank."""
+def send_samples() -> tuple[bool, int]:
+    """Send samples of every kind that are parts of larger memory; return whether they arrive, and bytes."""
     group = open_group()
-    note = split_note(points(23)[group.rank * is_split], group)
+    samples = [
+        [torch.arange(20.0).reshape(4, 5).T[1:], torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 3)],
+        {"text": "a", "more": (np.float32(0.5), fractions.Fraction(1, 3), None)},
+        torch.zeros(1000, 1000)[3],
+    ]
+    reader = SharedReader(StreamReader(lambda: iter(samples)), group)
+    tensors, plain, row = reader.read(3)
+    note = split_note(group.rank, group)
     group.close()
-    return note
+    is_same = all(map(torch.equal, tensors, samples[0])) and plain == samples[1]  # type: ignore[arg-type]
+    return is_same and "it must not be split by rank" in str(note), row.untyped_storage().nbytes()
 
 
 @pytest.mark.distributed
-def test_a_stream_that_is_split_by_rank_is_named(server: RankServer) -> None:
-    assert all(note and "it must not be split by rank" in note for note in server.values(note_of_first, True))
-    assert server.values(note_of_first, False) == [None, None]
-
-
-def test_samples_are_sent_as_plain_values_without_the_memory_around_them() -> None:
-    pixels = np.arange(6, dtype=np.uint8).reshape(2, 3)[:, ::2]
-    tensors = [torch.arange(20.0).reshape(4, 5).T[1:], torch.tensor(2.5, dtype=torch.bfloat16)]
-    tensors += [torch.empty(0, 3), torch.tensor([1 + 2j])]
-    plain = {"y": "text", "z": (np.float32(0.5), np.array(["a"]), b"1", None)}
-    found, array, others = unpack(pack([tensors, pixels, plain]))
-    assert all(
-        torch.equal(one, sent) and one.dtype == sent.dtype for one, sent in zip(found, tensors, strict=True)
-    )
-    assert np.array_equal(array, pixels)
-    assert (array.dtype, others) == (np.uint8, plain)
-    row = torch.zeros(1000, 1000)[3]
-    assert len(pack(row)) < 2 * row.nbytes
-    with pytest.raises(InputError, match=r"as tensors.*, found fractions\.Fraction: convert it where"):
-        pack([{"x": fractions.Fraction(1, 3)}])
+def test_samples_arrive_without_the_memory_around_them_and_ranks_that_read_others_are_told(
+    server: RankServer,
+) -> None:
+    assert server.values(send_samples) == [(True, 4000)] * 2

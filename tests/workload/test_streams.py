@@ -12,7 +12,9 @@ from torch.utils.data import IterableDataset
 
 import autobatch
 from autobatch import BatchFunction, InputError
-from autobatch.workload.streams import ENDLESS, StreamSampler, StreamView, reader_of
+from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.shared_stream import open_stream
+from autobatch.workload.streams import ENDLESS, StreamSampler
 from tests.support.training import make_workload
 
 
@@ -33,62 +35,38 @@ class Numbers(IterableDataset[int]):
             yield 100 * self.epoch + number
 
 
-class Stateful(Numbers):
-    """Numbers that know their own place, as data sets with a ``state_dict`` do."""
-
-    place = 0
-
-    def __iter__(self) -> Iterator[int]:
-        first, self.place = self.place, self.place
-        for number in range(first, self.count):
-            self.reads += 1
-            self.place = number + 1
-            yield 100 * self.epoch + number
-        self.place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
 def generate() -> Iterator[int]:
     yield from range(10)
 
 
-def view_of(stream: Any) -> StreamView:
-    return StreamView(reader_of(stream, 0, 4))
-
-
-def sampler_of(view: StreamView, steps: int = 6) -> StreamSampler:
-    return StreamSampler(samples=ENDLESS, target_batch=4, seed=0, steps=steps, view=view)
+def sampler_of(stream: Any, steps: int = 4) -> StreamSampler:
+    reader = open_stream(stream, Ranks(), 0, 4)
+    return StreamSampler(samples=ENDLESS, target_batch=4, seed=0, steps=steps, reader=reader)
 
 
 def drawn(sampler: StreamSampler, start: int = 0) -> list[list[int]]:
-    return [[sampler.view[one] for one in batch.ids] for batch in sampler.batches(start)]
+    return [[sampler.held[place] for place in batch.ids] for batch in sampler.batches(start)]
 
 
 def test_samples_are_held_until_the_next_batch_and_nothing_is_drawn_outside() -> None:
     """Each epoch has other numbers."""
-    view, before = view_of(Numbers()), torch.get_rng_state()
-    assert drawn(sampler_of(view, steps=3)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 100, 101]]
+    sampler, before = sampler_of(Numbers(), steps=3), torch.get_rng_state()
+    assert drawn(sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 100, 101]]
     assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(KeyError):
-        _ = view[7]
+    assert list(sampler.held) == [8, 9, 10, 11]
 
 
 def test_workers_read_the_same_samples() -> None:
-    whole = drawn(sampler_of(view_of(Numbers()), steps=4))
-    view = view_of(Numbers())
-    view.source.read_with(num_workers=1, prefetch_factor=2)
-    batches = sampler_of(view, steps=4).batches()
-    seen = [[view[one] for one in next(batches).ids] for _ in range(2)]
-    again = view_of(Numbers())
-    again.source.read_with(num_workers=1, prefetch_factor=2)
-    (words,) = again.load_state_dict(view.source.state_dict())
+    whole = drawn(sampler_of(Numbers()))
+    first, again = sampler_of(Numbers()), sampler_of(Numbers())
+    batches, seen = first.batches(), []
+    for sampler in (first, again):
+        sampler.reader.read_with(num_workers=1, prefetch_factor=2)
+    for _ in range(2):
+        seen.append([first.held[place] for place in next(batches).ids])
+    (words,) = again.load_state_dict(first.state_dict())
     assert "its first 8 samples were read again and skipped" in words
-    assert seen + drawn(sampler_of(again, steps=4), start=2) == whole
+    assert seen + drawn(again, start=2) == whole
 
 
 def one_size(size: int, step: int) -> Any:
@@ -134,17 +112,16 @@ def test_batches_that_are_no_samples_are_refused_with_the_users_line(make: Any, 
 
 
 def test_a_generator_function_is_not_read_by_workers() -> None:
-    view = view_of(generate)
-    view.source.read_with(num_workers=2)
+    sampler = sampler_of(generate)
+    sampler.reader.read_with(num_workers=2)
     with pytest.raises(InputError, match=r"--workers 2\) cannot share .*test_streams.py:\d+\): use"):
-        view.begin_batch(0, 1)
+        drawn(sampler)
 
 
 def drawn_once(function: Any) -> None:
-    view_of(BatchFunction(function)).begin_batch(0, 4)
+    drawn(sampler_of(BatchFunction(function)))
 
 
 def test_a_stream_that_can_be_read_once_only_is_refused() -> None:
-    view = view_of(iter(range(6)))
     with pytest.raises(InputError, match="the stream gave no sample in epoch"):
-        drawn(sampler_of(view))
+        drawn(sampler_of(iter(range(6))))
