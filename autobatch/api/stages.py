@@ -28,7 +28,7 @@ from autobatch.rehearsal.process import SetupProcess, open_process
 from autobatch.rehearsal.setup import Role, SetupInfo, new_allocator
 from autobatch.report.result import Result
 from autobatch.report.words import decimal, plural
-from autobatch.search.find_limit import check_size, find_limit
+from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split
 from autobatch.search.probe import Limit
 from autobatch.training.batchnorm import statistics_notes
@@ -104,17 +104,7 @@ def probe(run: Run) -> None:
         DoesNotFitError: not even a micro-batch of 1 fits, or the one that was asked for does not.
         KeyboardInterrupt: it was interrupted, and other ranks wait.
     """
-    asked = run.options.search.micro_batch
-    if asked is None:
-        limit = _limit(run, None)
-    else:
-        size = asked
-
-        def check() -> Limit:
-            return Limit(check_size(opened(run), size, progress=run.progress))
-
-        # If a larger size does not fit, that is no reason to share the model.
-        limit = if_it_fits(run, check) if size == 1 else check()
+    limit = _limit(run, None)
     _record_limit(run, limit, limit.probe.micro_batch)
 
 

@@ -83,7 +83,7 @@ def test_a_check_of_one_size_runs_only_that_size() -> None:
     result, listener = probed(work(), micro_batch=5)
     assert (result.probe.micro_batch, listener.sizes, result.profile) == (5, [5], None)
     assert result.probe.source == "asked"
-    with pytest.raises(DoesNotFitError, match="micro-batch of 500 does not fit in 80"):
+    with pytest.raises(DoesNotFitError, match=r"micro-batch of 500 does not fit in the budget of 80"):
         probed(work(), micro_batch=500)
 
 
