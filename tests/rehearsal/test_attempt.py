@@ -54,15 +54,6 @@ class Tied(nn.Module):
         return self.last[:, :4]
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x.view(len(x), 4, 4))[0][:, -1])
-
-
 def frozen_backbone() -> nn.Module:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     model[0].requires_grad_(False)
@@ -70,14 +61,14 @@ def frozen_backbone() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "batch norm": with_batch_norm, "tied": Tied, "lstm": Recurrent, "frozen": frozen_backbone,
+    "batch norm": with_batch_norm, "tied": Tied, "frozen": frozen_backbone,
 }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
 @pytest.mark.parametrize(
     ("kind", "device"),
-    [("batch norm", "cpu"), ("batch norm", "sim:t4"), ("tied", "sim:t4"), ("lstm", "cpu"), ("frozen", "cpu")],
+    [("batch norm", "cpu"), ("batch norm", "sim:t4"), ("tied", "sim:t4"), ("frozen", "cpu")],
 )
 def test_a_probe_changes_nothing(kind: str, device: str) -> None:
     live = with_gradients(MODELS[kind]())

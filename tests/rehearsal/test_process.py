@@ -160,7 +160,6 @@ def test_a_child_whose_gpu_is_lost_tells_why_and_another_answers_the_next_call(t
     ("code", "said"),
     [
         ("raise RuntimeError('so')", r"raised RuntimeError: so \(.*train.py:\d+\)"),
-        ("def workload(): raise SystemExit(3)", r"called sys.exit\(3\) \(.*train.py:\d+\)"),
         ("def workload(): return 7", "returned an int, not an autobatch.Workload"),
     ],
 )
@@ -227,9 +226,7 @@ def test_the_parent_imports_no_torch_to_start_a_child() -> None:
     ("device", "has_driver", "platform", "is_copied"),
     [
         ("sim:t4", True, "linux", True),
-        ("auto", False, "linux", True),
         ("auto", True, "linux", False),
-        ("cuda:1", False, "linux", False),
         ("cpu", False, "darwin", False),
     ],
 )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from torch import Tensor, nn
 
 from autobatch import Probe, Progress
 from autobatch.device.allocator.ledger import CountingAllocator
@@ -14,7 +13,6 @@ from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess, ThisProcess
 from autobatch.search.attempts import run_attempt
 from autobatch.search.probe import find_largest
-from tests.support.probes import classify, probed, work
 from tests.support.sizes import BUDGET, machine_of
 
 CRASHED = ChildCrashed("the child process ended (SIGSEGV)")
@@ -75,16 +73,3 @@ def test_memory_still_bounds_a_search_below_the_errors_and_an_error_before_any_s
 def test_a_process_without_a_child_ends_once_its_context_is_lost() -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
         found_in(Here(ILLEGAL, 500))
-
-
-def limited(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    if len(batch[1]) > 77:
-        raise LAUNCH
-    return classify(model, batch)
-
-
-def test_a_probe_names_the_error_and_keeps_its_answer() -> None:
-    result, listener = probed(work(loss=limited), memory_budget="10MiB")
-    probe = result.probe
-    assert (probe.micro_batch, probe.upper_bound_by, probe.oom_count) == (77, "error", 0)
-    assert any("invalid configuration argument" in note and "78" in note for note in listener.notes)

@@ -18,7 +18,6 @@ from tests.support.probes import (
     WIDTH,
     Listener,
     classify,
-    mlp,
     probed,
     vectors,
     work,
@@ -62,21 +61,6 @@ def test_the_smallest_cap_is_reached_and_not_exceeded(samples: int, options: dic
     assert (probe.micro_batch, probe.limited_by) == answer
     assert probe.upper_bound_by == "cap"
     assert max(listener.sizes) == answer[0]
-
-
-@pytest.mark.parametrize(
-    ("device", "budget", "words"),
-    [
-        ("cpu", "9KiB", ("Tried to allocate", "is free", "9.00 KiB allowed")),
-        ("sim:t4", "2MiB", ("Tried to allocate", "is free", "2.00 MiB allowed")),
-    ],
-)
-def test_the_error_names_phase_bytes_and_budget_if_nothing_fits(device: str, budget: str, words) -> None:
-    workload = work(mlp if device == "cpu" else lambda: mlp(6000))
-    phases = r"micro-batch of 1 does not fit.*\(in the (setup|forward|backward|optimizer)\)"
-    with pytest.raises(DoesNotFitError, match=phases) as caught:
-        autobatch.probe(workload, device=device, memory_budget=budget)
-    assert all(one in str(caught.value) for one in words)
 
 
 def test_a_check_of_one_size_runs_only_that_size() -> None:

@@ -107,17 +107,6 @@ def test_batches_that_raise_leave_the_limit_with_a_note(tmp_path: Path, is_inter
     assert "not checked" in heard.notes[0]
 
 
-def test_the_first_samples_of_a_stream_are_its_first_batches() -> None:
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(Sequences(samples=512, longest=59))
-
-    workload = ragged_workload(model=wide_model, train_data=Stream())
-    asked = {"target_batch": 32, "device": "sim:t4", "memory_budget": "40MiB"}
-    found = run_command(Run(workload=workload, options=options_from("plan", asked))).probe
-    assert found.real_batches.batches == 6
-
-
 def test_a_sample_that_does_not_fit_alone_is_named_before_training() -> None:
     class WithOutlier(Sequences):
         def __getitem__(self, index: int):

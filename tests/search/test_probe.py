@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -313,22 +314,20 @@ def test_a_guess_that_is_wrong_or_of_another_step_is_only_a_guess(wrong: int) ->
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_an_interrupt_gives_the_largest_size_so_far_and_a_termination_none(after: int) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Terminated])
+def test_an_interrupt_gives_the_largest_size_so_far_and_a_termination_none(
+    after: int, error: type[BaseException]
+) -> None:
     machine = Machine(lambda size: size)
 
-    def find_until(error: type[BaseException]) -> Probe:
-        def run(size: int) -> Outcome:
-            if len(machine.asked) == after:
-                raise error
-            return machine.run(size)
+    def run(size: int) -> Outcome:
+        if len(machine.asked) == after:
+            raise error
+        return machine.run(size)
 
-        return find(run, 10**6).probe
-
-    with pytest.raises(Terminated):
-        find_until(Terminated)
-    machine.asked.clear()
-    found = find_until(KeyboardInterrupt)
-    assert (found.stopped_by, found.micro_batch) == ("interrupt", max(machine.asked, default=0))
+    with pytest.raises(Terminated) if error is Terminated else nullcontext():
+        found = find(run, 10**6).probe
+        assert (found.stopped_by, found.micro_batch) == ("interrupt", max(machine.asked, default=0))
 
 
 # Sizes that fail for another reason than memory.
@@ -345,14 +344,6 @@ def failing(machine: Machine, fails: Callable[[int], bool]) -> Callable[[int], O
         return Outcome(failed, None, error=AssertionError(f"{size} fails"))
 
     return run
-
-
-@pytest.mark.parametrize(("cap", "limit"), [(1000, 54), (32, 30)])
-def test_multiples_of_a_number_only_run_if_it_is_given(cap: int, limit: int) -> None:
-    machine = machine_of(lambda m: 180 * m + 100)
-    found = find(failing(machine, lambda size: size % 3 != 0), cap, multiple=3)
-    assert found.probe.micro_batch == limit
-    assert all(size % 3 == 0 for size in machine.asked)
 
 
 def test_an_error_ends_a_search_above_sizes_that_fit_and_is_raised_if_none_does() -> None:
