@@ -187,7 +187,7 @@ def _inputs(
 def _open_to_train(run: Run, workload: Workload, shards: int | None) -> Setup:
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     run.progress.doing(OPENING)
-    role = Role(world=run.ranks.world, shards=shards, holds_model=run.ranks.rank == 0, trains=True)
+    role = Role(world=run.ranks.world, shards=shards, rank=run.ranks.rank)
     return open_setup(workload, run.options, role, is_demo=run.workload is None)
 
 

@@ -63,7 +63,7 @@ def opened(run: Run) -> SetupProcess:
     """Return the process that holds the setup, which is opened if it is not yet."""
     if run.process is None:
         run.progress.doing(OPENING)
-        role = Role(world=run.ranks.world, shards=run.shards, holds_model=run.ranks.rank == 0)
+        role = Role(world=run.ranks.world, shards=run.shards)
         run.process = run.trying.enter_context(
             open_process(run.workload, run.options, role, isolated=run.isolated, child=run.child)
         )

@@ -52,10 +52,6 @@ class Outcome(NamedTuple):
     """Its events, up to the request that failed; None if the device records none."""
     other: Trace | None = None
     """Events of the repetition in the other order; None if there was none, or none are recorded."""
-    requested_bytes: int | None = None
-    """About the bytes of the request that failed; None if none did, or if they are unknown."""
-    is_context_lost: bool = False
-    """True if the memory ran out in a way after which the process should be replaced."""
     error: Exception | None = None
     """What it failed with, if not for want of memory."""
 
@@ -73,9 +69,8 @@ def attempt(setup: Setup, micro_batch: int) -> Outcome:
         return first
     second = _run_steps(setup, micro_batch, OTHER_ATTEMPT_STEPS)
     worse = first.attempt if second.attempt.fits else second.attempt
-    seconds = first.attempt.seconds + second.attempt.seconds
-    worse = msgspec.structs.replace(worse, seconds=seconds)
-    return Outcome(worse, first.trace, second.trace, second.requested_bytes, second.is_context_lost)
+    worse = msgspec.structs.replace(worse, seconds=first.attempt.seconds + second.attempt.seconds)
+    return Outcome(worse, first.trace, second.trace)
 
 
 def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
@@ -110,8 +105,6 @@ def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
             and _is_below_budget(setup.device, stats, failure.requested_bytes),
         ),
         rehearsal.trace,
-        requested_bytes=None if failure is None else failure.requested_bytes,
-        is_context_lost=failure is not None and failure.is_context_lost,
     )
 
 

@@ -53,7 +53,6 @@ class Step(NamedTuple):
     """Of a micro-batch: fetch, collate, forward and backward."""
     once_seconds: float
     """Once per step: check of the gradients, clipping, the optimizer."""
-    seconds: float
 
 
 class OutOfMemory(NamedTuple):
@@ -64,8 +63,6 @@ class OutOfMemory(NamedTuple):
     """Phase of the step; see `autobatch.step.train_step.Mark`."""
     requested_bytes: int | None
     """About the bytes of the request that failed; None if unknown."""
-    is_context_lost: bool
-    """True if the process should be replaced."""
 
 
 @dataclass
@@ -101,7 +98,7 @@ def rehearse(
     Raises:
         Exception: whatever the workload raises, except out of memory.
     """
-    rehearsal, device, current = Rehearsal(), setup.device, "setup"
+    rehearsal, device, current, is_lost = Rehearsal(), setup.device, "setup", False
     with preserved_random_state(), device.enforced() if within_budget else device.training() as meter:
 
         def mark(phase: str) -> None:
@@ -129,13 +126,10 @@ def rehearse(
             verdict = classify(error)
             if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and is_smallest):
                 raise
-            rehearsal.failure = OutOfMemory(
-                first_line(error), current, requested_bytes(error), verdict is Verdict.FATAL
-            )
+            is_lost = verdict is Verdict.FATAL
+            rehearsal.failure = OutOfMemory(first_line(error), current, requested_bytes(error))
         # Outside the except block, nothing keeps the failed step's tensors alive.
-        is_lost = rehearsal.failure is not None and rehearsal.failure.is_context_lost
-        # A lost context answers no question.
-        if not is_lost:
+        if not is_lost:  # a lost context answers no question
             rehearsal.stats, rehearsal.trace = meter.stats(), meter.trace()
     if rehearsal.failure is not None and not is_lost:
         device.release()
@@ -228,5 +222,4 @@ def _take_step(
     accumulated = now()
     # ``placed`` is held here, and may keep the last micro-batch until the step ends.
     result = finish(train_state, totals, mark=mark)
-    end = now()
-    return Step(result, (accumulated - start) / batch.count, end - accumulated, end - start)
+    return Step(result, (accumulated - start) / batch.count, now() - accumulated)

