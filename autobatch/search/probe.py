@@ -157,12 +157,11 @@ class _Search:
             self.try_size(most)
             return
         self.try_size(max((self.low + 1) * self.multiple, min(SECOND, runs.line() // 2)))
-        # Small runs that differ say little about large ones.
-        if not runs.is_aligned and (replayed := self.replayed()) is not None:
+        if (replayed := self.replayed()) is not None:
             self.try_size(replayed)
             return
-        for share in SHARES:
-            if runs.is_aligned or not runs.is_of_largest:
+        for share in SHARES:  # small runs that differ say nothing about large ones
+            if not runs.is_of_largest:
                 self.try_size(share * runs.line())
 
     def try_size(self, samples: float) -> bool:

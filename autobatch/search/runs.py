@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
-from autobatch.footprint.alignment import Sized, align
 from autobatch.footprint.fitting import Fitting
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.rehearsal.attempt import Outcome
 
 ENDLESS = 1 << 62
 """A size that no data has."""
-
-
-class Fit(NamedTuple):
-    """A program, and the sizes of the runs that it was fitted to."""
-
-    program: Program
-    sizes: tuple[int, ...] = ()
-    is_aligned: bool = False
-    """True if the runs differ in a few blocks: it tells what may fit, and proves nothing."""
 
 
 class Runs:
@@ -44,11 +33,9 @@ class Runs:
         """Runs that fit, by size."""
         self._orders: tuple[dict[int, Trace], ...] = ({}, {})
         """Whole traces in each order of steps, by size."""
-        self._fits = self._known = [Fit(program) for program in known]
-        """What the largest runs give, for each order that has such."""
-        self._exact = self._known
-        """The same of runs of one structure, which may prove something."""
-        self._fitting = Fitting(self.programs, models[0]) if known else None
+        self._fitted: list[tuple[Program, Sequence[int]]] = [(program, ()) for program in known]
+        """For each order of steps a program, and the sizes of the runs of one structure that it fits."""
+        self._fitting = Fitting(known, models[0]) if known else None
 
     @property
     def order(self) -> int:
@@ -58,19 +45,13 @@ class Runs:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The programs of the step in each order that ran; empty if no two runs are alike."""
-        return tuple(fit.program for fit in self._fits)
-
-    @property
-    def is_aligned(self) -> bool:
-        """True if what is replayed was fitted to runs that differ in a few blocks."""
-        return any(fit.is_aligned for fit in self._fits)
+        return tuple(program for program, _ in self._fitted)
 
     @property
     def is_of_largest(self) -> bool:
         """True if what is replayed was fitted to the largest run that fits, or nothing else is known."""
-        if not self._fits or self._fits is self._known:
-            return bool(self._fits)
-        return max(self._ran, default=0) in self._fits[0].sizes
+        sizes = self._fitted[0][1] if self._fitted else [0]
+        return not sizes or max(self._ran, default=0) in sizes
 
     def trace(self, size: int) -> Trace | None:
         """Return the events of a run that fits; None if there are none."""
@@ -91,12 +72,10 @@ class Runs:
         for traces, trace, whole in zip(self._orders, (outcome.trace, outcome.other), wholes, strict=True):
             if trace is not None and whole:
                 traces[attempt.micro_batch] = trace.canonical()
-        exact = [_fit_alike(traces) for traces in self._orders]
-        fits = [_fit_largest(traces, fit) for traces, fit in zip(self._orders, exact, strict=True)]
-        self._fits = [fit for fit in fits if fit is not None] or self._known
-        if exact[0] is not None:
-            self._exact = [fit for fit in exact if fit is not None]
-        self._fitting = Fitting(self.programs, self._models[self.order]) if self._fits else None
+        fitted = [_fit_alike(traces) for traces in self._orders]
+        if fitted[0] is not None:
+            self._fitted = [fit for fit in fitted if fit is not None]
+        self._fitting = Fitting(self.programs, self._models[self.order]) if self._fitted else None
 
     def largest(self, cap: int, multiple: int) -> int | None:
         """Return the largest size that fits according to the replay; None if there is none."""
@@ -111,17 +90,19 @@ class Runs:
         """
         ran, most = self._ran.get(size), max(self._agreed)
         likely = [model for model, agreed in zip(self._models, self._agreed, strict=True) if agreed == most]
+        if ran is None or not self._fitted:
+            return False
         with suppress(Untraceable):
-            return ran is not None and bool(self._exact) and all(self._refuses(m, ran, above) for m in likely)
+            return all(self._refuses(model, ran, above) for model in likely)
         return False
 
     def _refuses(self, new_allocator: Callable[[], Allocator], ran: Attempt, above: int) -> bool:
         size = ran.micro_batch
-        said = replay(self._exact[0].program.at(size), new_allocator())
+        said = replay(self.programs[0].at(size), new_allocator())
         agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
         if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
             agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
-        nexts = [fit.program.at(above, since=size) for fit in self._exact]
+        nexts = [program.at(above, since=size) for program in self.programs]
         return said.fits and agrees and not all(replay(trace, new_allocator()).fits for trace in nexts)
 
     def line(self, share: float = 1.0) -> int:
@@ -144,8 +125,8 @@ class Runs:
         return ENDLESS if low >= high else size + int((share * budget - high) * (size - less) / (high - low))
 
 
-def _fit_alike(traces: dict[int, Trace]) -> Fit | None:
-    """Fit a program to the largest traces of one structure; None if there are no two."""
+def _fit_alike(traces: dict[int, Trace]) -> tuple[Program, Sequence[int]] | None:
+    """Fit a program to the largest traces of one structure, if there are two; return it with their sizes."""
     groups: dict[int, list[tuple[int, Trace]]] = {}
     for size, trace in sorted(traces.items(), reverse=True):
         shape = tuple((block, bytes_ == FREE) for block, bytes_ in trace.events)
@@ -154,18 +135,5 @@ def _fit_alike(traces: dict[int, Trace]) -> Fit | None:
         # Three are a parabola; the two largest still are a line where three follow none.
         for points in (alike, alike[-2:]):
             with suppress(Untraceable, ValueError):
-                return Fit(Program.fit(points), tuple(size for size, _ in alike))
+                return Program.fit(points), [size for size, _ in alike]
     return None
-
-
-def _fit_largest(traces: dict[int, Trace], exact: Fit | None) -> Fit | None:
-    """Fit a program to the two largest traces, although they may differ in a few blocks.
-
-    Return that of `_fit_alike` if the largest is among its traces, or if the two largest part too far.
-    """
-    two = sorted(traces.items())[-2:]
-    if len(two) > 1 and (exact is None or two[-1][0] not in exact.sizes):
-        with suppress(Untraceable):
-            aligned = align([Sized(size, trace) for size, trace in two])
-            return Fit(aligned.program, tuple(size for size, _ in two), is_aligned=True)
-    return exact

@@ -82,11 +82,6 @@ def test_traces_without_a_program_have_a_reason(points) -> None:
         Program.fit(points)
 
 
-def test_no_size_is_ever_negative() -> None:
-    program = Program.fit([(3, trace(10)), (4, trace(20))])
-    assert program.at(1).events == ((0, 0),)
-
-
 @settings(max_examples=60)
 @given(recipes(), st.integers(1, 400), st.integers(10, 60), st.booleans())
 def test_the_largest_size_is_the_largest_of_all_that_fit_in_a_replay(recipe, cap, budget, caches) -> None:

@@ -167,7 +167,7 @@ MACHINES = {
     "granules": (
         Machine(lambda m: 90 * m + max(5, 64 * -(-m // 8) * (m >= 40)), scratch_of_large_sizes), 7, 1,
     ),
-    "unlike runs": (Machine(lambda m: 90 * m + 3 * sum(range(30)), another_block_at_each_size), 7, 1),
+    "unlike runs": (Machine(lambda m: 90 * m + 3 * sum(range(30)), another_block_at_each_size), 10, 5),
     # As with packed sequences, the bytes depend on values: they grow, but on no line.
     "no line": (machine_of(lambda m: 40 * m + 300 * (m % 3 == 2), lambda m: 7 * m), 11, 5),
 }  # fmt: skip

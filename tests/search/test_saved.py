@@ -38,9 +38,7 @@ def test_a_limit_is_found_by_its_key_under_any_budget(tmp_path):
     ("content", "reason"),
     [
         (b"", "is not JSON: "),
-        (b"[" * 100_000, "is not JSON: "),
         (b'{"micro_batch": ' + b"9" * 5000 + b"}", "is not JSON: "),
-        (b"[1]", "Expected `object`"),
         (b'{"micro_batch": 5, "fits": 1}', "unknown field"),
         (b'{"micro_batch": 0}', r"\$\.micro_batch"),
     ],
