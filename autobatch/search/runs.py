@@ -50,7 +50,9 @@ class Runs:
     @property
     def is_of_largest(self) -> bool:
         """True if what is replayed was fitted to the largest run that fits, or nothing else is known."""
-        sizes = self._fitted[0][1] if self._fitted else [0]
+        if not self._fitted:
+            return False
+        sizes = self._fitted[0][1]
         return not sizes or max(self._ran, default=0) in sizes
 
     def trace(self, size: int) -> Trace | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from autobatch import InputError, Loss, Plan, WholeBatchLoss, Workload
+from autobatch import InputError, Loss, Plan, WholeBatchLoss
 from autobatch.core.options import Options
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
@@ -24,7 +23,6 @@ from tests.support.probes import Listener, probe_of
 from tests.support.ragged import (
     CONTRASTIVE,
     Sequences,
-    joined_workload,
     pad,
     padded_and_real,
     ragged_workload,
@@ -37,7 +35,6 @@ from tests.support.training import (
     language_model,
     make_loop,
     make_setup,
-    make_workload,
     token_loss,
     tokens,
 )
@@ -95,31 +92,11 @@ def normalised() -> nn.Module:
     return nn.Sequential(language_model(), nn.BatchNorm1d(7))
 
 
-def by_image(model: nn.Module, batch: Any) -> Tensor:
-    rows = model(torch.stack(batch[0]))
-    errors = [(row - own).square().sum() for row, own in zip(rows, batch[1], strict=True)]
-    return torch.stack(errors).sum() / sum(map(len, batch[1]))
-
-
-def detection() -> Workload:
-    """Make images of one size, each with its own number of boxes."""
-    draw = torch.Generator().manual_seed(0)
-    data = [(torch.randn(5, generator=draw), torch.rand(1 + n % 6, 3, generator=draw)) for n in range(60)]
-    return make_workload(
-        model=lambda: nn.Linear(5, 3),
-        train_data=data,
-        collate=lambda samples: tuple(zip(*samples, strict=True)),
-        loss=by_image,
-        size_of=lambda sample: len(sample[1]),
-    )
-
-
 WRONG = {
     "BatchNorm": ragged_workload(model=normalised, loss=lambda model, batch: model(batch[0]).mean()),
     "rows of the padding": ragged_workload(loss=in_rows(lambda model, batch: model(batch[0]).mean(1))),
     "a mean over tokens": ragged_workload(loss=mean_over_tokens),
     "a term of the padding": ragged_workload(loss=two_terms),
-    "a mean over boxes": detection(),
 }
 
 
@@ -145,8 +122,8 @@ def pairs_only(samples):
     return pad(samples)
 
 
-def to_one_length(samples):
-    return [nn.functional.pad(rows, (0, 64 - rows.shape[1])) for rows in pad(samples)]
+def end_to_end(samples):
+    return tuple(torch.cat(column)[None] for column in zip(*samples, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +131,7 @@ def to_one_length(samples):
     [
         ({"train_data": tokens(), "collate": None, "size_of": None}, None),
         ({"collate": pairs_only}, "2 samples only"),
-        ({"collate": to_one_length}, "pad"),
+        ({"collate": end_to_end}, "does not pad"),
         ({"loss": lambda model, batch: 1 / 0}, "ZeroDivisionError"),
     ],
 )
@@ -190,8 +167,3 @@ def test_a_cut_is_lowered_until_batches_of_the_run_train_at_it(tmp_path: Path) -
         )  # fmt: skip
         list(loop.run())
     assert loop.oom_recoveries == 0
-
-
-def test_samples_that_are_joined_end_to_end_are_split_by_count() -> None:
-    plan, (note,) = chosen(make_setup(joined_workload()))
-    assert (plan, "does not pad" in note) == (PLAN, True)

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from autobatch import Loss, WholeBatchLoss, Workload
+from autobatch import WholeBatchLoss, Workload
 from autobatch.core.records import SizeCut
 from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
@@ -90,35 +89,6 @@ def padded_and_real(sizes: np.ndarray, groups: list[list[int]]) -> tuple[float, 
     """Return the total of the sizes of a batch with padding and without."""
     padded = sum(len(group) * float(sizes[list(group)].max()) for group in groups)
     return padded, float(sizes.sum())
-
-
-class Nodes(Sequences):
-    """Graphs without edges: 1 to ``longest`` nodes, each with features and a label."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        ids, labels = super().__getitem__(index)
-        return torch.nn.functional.one_hot(ids, 7).float(), labels
-
-
-def join(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    features, labels = zip(*samples, strict=True)
-    return torch.cat(features), torch.cat(labels)
-
-
-def node_loss(model: nn.Module, batch: Any) -> Loss:
-    features, labels = batch
-    total = cross_entropy(model(features), labels, ignore_index=IGNORED, reduction="sum")
-    return Loss(total, (labels != IGNORED).sum())
-
-
-def joined_workload(**changes: Any) -> Workload:
-    """Make a workload whose collate function joins samples end to end, and pads nothing."""
-
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(7, 512), nn.Tanh(), nn.Linear(512, 7))
-
-    fields = {"train_data": Nodes(samples=300, longest=40), "collate": join, "loss": node_loss}
-    return ragged_workload(model=model, **{**fields, **changes})
 
 
 def wide_model() -> nn.Module:
