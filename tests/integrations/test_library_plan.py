@@ -36,28 +36,14 @@ def loader_of(rows: Any = ROWS, **options: Any) -> DataLoader[Tensor]:
     return DataLoader(rows, **{"batch_size": 2, **options})  # type: ignore[arg-type]
 
 
-def mean_output(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch[:, None]).mean()  # type: ignore[no-any-return]
-
-
 def plan(loader: Any = None, target_batch: int = 24, *, world: int = 1, **options: Any) -> Any:
     """Plan for an Accelerator, of which its adapter uses a few attributes."""
     device, precision = torch.device(options.pop("where", "cpu")), options.pop("mixed_precision", "no")
     accelerator = SimpleNamespace(mixed_precision=precision, num_processes=world, device=device)
     model = nn.Linear(1, 1)
-    found = accelerate.plan(
-        accelerator,
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        loader_of() if loader is None else loader,
-        target_batch=target_batch,
-        **{
-            "loss": lambda model, batch: model(batch[:, None]).mean(),
-            "max_micro_batch": 8,
-            "memory_budget": "1GiB",
-            **options,
-        },
-    )
+    options = {"loss": lambda model, batch: model(batch[:, None]).mean(), "max_micro_batch": 8, **options}
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), loader_of() if loader is None else loader
+    found = accelerate.plan(accelerator, model, optimizer, data, target_batch=target_batch, **options)
     assert accelerator.gradient_accumulation_steps == found.accumulation_steps
     return found
 
@@ -68,11 +54,7 @@ def test_the_plan_is_what_the_library_runs() -> None:
     assert (found.target_batch, found.probe.micro_batch, found.library) == (20, 7, "accelerate")
     assert str(found).splitlines()[0].startswith("accelerate: ")
     assert "note: accelerate: the last step of each epoch has 4 of 20 samples" in str(found)
-    assert plan(None, 23).notes[0] == (
-        "accelerate: a target batch of 23 splits into equal micro-batches of 1 in 23 accumulation steps at "
-        "most, although 8 samples fit: a target batch of 21 or 24 needs fewer steps, and autobatch.batches "
-        "splits any batch"
-    )
+    assert "equal micro-batches of 1 in 23 accumulation steps" in plan(None, 23).notes[0]
     over_two = plan(None, 20, world=2, max_micro_batch=7)
     assert (over_two.world_size, over_two.micro_batch, over_two.accumulation_steps) == (2, 5, 2)
 
@@ -80,24 +62,11 @@ def test_the_plan_is_what_the_library_runs() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"loss": nn.CrossEntropyLoss()},
-            "but CrossEntropyLoss takes outputs and targets",
-        ),
-        ({"where": "mps"}, "probes on cpu and cuda, and the library trains on mps"),
-        ({"where": "cuda:1"}, "cuda:1 was asked for"),
-        (
-            {"mixed_precision": "fp8"},
-            "the precisions no, bf16, fp16 of accelerate, found fp8: choose one",
-        ),
-        (
-            {"loader": ROWS},
-            "batch size of a list cannot be changed",
-        ),
-        (
-            {"loader": DataLoader(ROWS, batch_sampler=OwnBatches(range(10), 2, False))},  # type: ignore[arg-type]
-            "whose batches an OwnBatches makes cannot be changed",
-        ),
+        ({"loss": nn.CrossEntropyLoss()}, "takes outputs and targets"),
+        ({"where": "mps"}, "trains on mps"),
+        ({"mixed_precision": "fp8"}, "no, bf16, fp16 of accelerate, found fp8"),
+        ({"loader": ROWS}, "batch size of a list cannot be changed"),
+        ({"loader": DataLoader(ROWS, batch_sampler=OwnBatches(range(10), 2, False))}, "an OwnBatches makes"),
         ({"loader": DataLoader(Stream(), batch_size=None)}, "cannot be changed"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

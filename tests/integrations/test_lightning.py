@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,28 +93,20 @@ def test_what_a_plan_cannot_describe_is_refused(module: dict[str, Any], data: An
 
 
 def test_data_and_layers_that_hooks_make_are_planned_for_and_fitted() -> None:
-    """``prepare_data``, ``setup`` and ``configure_model`` are where Lightning wants them to be made."""
-    order: list[str] = []
+    """``setup`` and ``configure_model`` are where Lightning wants them to be made."""
 
     def setup(self: Any, stage: str) -> None:
-        order.append(stage)
         self.data = points()
 
     def configure_model(self: Any) -> None:
-        order.append("layers")
         self.network = nn.Linear(4, 2).double()
 
-    module = classifier(
-        prepare_data=lambda self: order.append("prepared"),
-        setup=setup,
-        configure_model=configure_model,
-        train_dataloader=lambda self: DataLoader(self.data, batch_size=self.batch_size),
-    )
+    loader = lambda self: DataLoader(self.data, batch_size=self.batch_size)  # noqa: E731
+    module = classifier(setup=setup, configure_model=configure_model, train_dataloader=loader)
     module.batch_size = 1
     del module.network
     _, trainer = fitted(module, max_micro_batch=5)
     assert (trainer.global_step, trainer.accumulate_grad_batches, module.batch_size) == (2, 4, 5)
-    assert order == ["prepared", "fit", "layers", "fit", "layers"], "for the plan, and by fit itself"
 
 
 def test_a_loader_for_fit_gets_the_planned_size() -> None:
@@ -123,28 +117,39 @@ def test_a_loader_for_fit_gets_the_planned_size() -> None:
 
 
 def test_a_step_that_logs_reads_its_schedule_and_leaves_no_trace() -> None:
-    seen: list[float] = []
-
-    def training_step(self: Any, batch: Any, number: int) -> Any:
-        seen.append(self.optimizers().param_groups[0]["lr"] + self.lr_schedulers().get_last_lr()[0])
-        seen.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-        self.logger.log_metrics({"epoch": self.current_epoch}, step=self.global_step)
-        self.logger.experiment.add_scalar("x", 1.0)
-        self.print("not in a probe")
-        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
-
+    """Nothing of the probe is in the lists, metrics, meters and tensors of the module, nor in a logger."""
+    torchmetrics = installed("torchmetrics")
     logged: list[Any] = []
 
     class Own(installed("lightning").pytorch.loggers.logger.DummyLogger):  # type: ignore[misc]
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
             logged.append(metrics)
 
+    def training_step(self: Any, batch: Any, number: int) -> Any:
+        rate = self.optimizers().param_groups[0]["lr"] + self.lr_schedulers().get_last_lr()[0]
+        assert rate == 2 * self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.logger.log_metrics({"epoch": self.current_epoch}, step=self.global_step)
+        self.logger.experiment.add_scalar("x", 1.0)
+        self.print("not in a probe")
+        loss = cross_entropy(self.network(batch[0]), batch[1])
+        self.outputs["train"].append(loss.detach())
+        self.metric.update(loss.detach())
+        self.meter.sum += 1
+        self.total += 1
+        return loss
+
     module = classifier(training_step=training_step)
+    module.outputs, module.metric, module.meter = (
+        {"train": []},
+        torchmetrics.MeanMetric(),
+        SimpleNamespace(sum=0),
+    )
+    module.total = torch.zeros(1)
     before = {name: id(value) for name, value in vars(module).items() if name not in ("_trainer", "_device")}
     fitted(module, DataLoader(points()), epochs=0, trainer={"logger": Own()})
-    assert seen[:2] == [0.2, 0.1]
-    assert logged == []
     assert {name: id(vars(module)[name]) for name in before} == before
+    assert (logged, module.outputs, module.meter.sum, float(module.total)) == ([], {"train": []}, 0, 0.0)
+    assert not module.metric.update_called
 
 
 def test_the_hooks_around_the_transfer_run_as_in_fit() -> None:
@@ -168,3 +173,44 @@ def test_the_hooks_around_the_transfer_run_as_in_fit() -> None:
         seen.clear()
         fitted(classifier(training_step=training_step, **doubled), data, epochs=0)
         assert seen == {factor}
+
+
+def counting() -> Any:
+    """Build a classifier that lists the samples of each optimizer step."""
+
+    def training_step(self: Any, batch: Any, number: int) -> Any:
+        self.steps[-1] += len(batch[0])
+        return cross_entropy(self.network(batch[0]), batch[1])
+
+    def optimizer_step(self: Any, *args: Any, **more: Any) -> None:
+        super(type(self), self).optimizer_step(*args, **more)
+        self.steps.append(0)
+
+    module = classifier(training_step=training_step, optimizer_step=optimizer_step)
+    module.steps = [0]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step"), [(20, 5, 1), (20, 5, 3), (5, 20, 1), (5, 5, 3), (5, 10, 2)]
+)
+def test_a_fit_resumed_with_another_micro_batch_takes_whole_steps(
+    tmp_path: Path, before: int, after: int, step: int
+) -> None:
+    """Four steps of 20 samples in two epochs, saved after a step in the middle or at the end of one."""
+    callback = installed("lightning").pytorch.callbacks.ModelCheckpoint(
+        tmp_path, save_top_k=-1, every_n_train_steps=step
+    )
+    steps = []
+    for micro_batch, saved in (
+        (before, None),
+        (after, tmp_path / f"epoch={(step - 1) // 2}-step={step}.ckpt"),
+    ):
+        finder = lightning.AutobatchFinder(target_batch=20, max_micro_batch=micro_batch)
+        module = counting()
+        trainer = Quiet(max_epochs=2, enable_checkpointing=True, callbacks=[callback, finder])
+        trainer.fit(module, DataLoader(points()), ckpt_path=saved and str(saved), weights_only=False)
+        assert trainer.global_step == 4
+        steps.append(module.steps)
+    assert steps[0] == [20, 20, 20, 20, 0]
+    assert steps[1] == [20] * len(steps[1][:-1]) + [0]

@@ -73,7 +73,7 @@ def largest(budget: int) -> int:
     return max(size for size in range(1000) if WEIGHTS + STATE + SAMPLE * size <= budget)
 
 
-@pytest.mark.parametrize("budget", [400, 1000, 3001])
+@pytest.mark.parametrize("budget", [400, 3001])
 def test_the_limit_is_that_of_the_sum_in_few_runs(run, budget):
     found = run("probe", "--json", budget=budget).json["probe"]
     assert found["micro_batch"] == largest(budget)
@@ -227,11 +227,8 @@ time.sleep(60)
         (["plan"], ["{}", "{steps}"], "--target-batch"),
         (["fit", "--target-batch", "8", "--json"], ["{}", "{steps}"], "plan --json"),
         (["probe", "--batch_size=4"], ["{}"], "--batch-size"),
-        (["probe", "--precision", "bf16"], ["{}"], "--precision"),
         (["probe", "train.py"], ["{}"], "train.py"),
         (["probe", "--seconds", "0"], ["{}"], "--seconds"),
-        (["probe", "--seconds"], ["{}"], "--seconds"),
-        (["probe", "--max-micro-batch", "0"], ["{}"], "--max-micro-batch"),
         (["probe", "--max-micro-batch", "4", "--micro-batch-multiple", "8"], ["{}"], "multiple of 8"),
     ],
 )
