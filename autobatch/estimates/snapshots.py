@@ -158,21 +158,15 @@ def _live_at(trace: Trace, end: int) -> dict[int, int]:
 
 
 def _by_line(live: dict[int, int], stacks: Sequence[Stack]) -> dict[str, int]:
-    """Return the bytes of live blocks by the line that took them, then of those without by size."""
-    by_line: Counter[str] = Counter()
-    alone: Counter[int] = Counter()
+    """Return the bytes of live blocks by the line that took them, of those without a line by their size."""
+    lines = {block: line_of(stacks[block]) for block in live}
+    alone = Counter(size for block, size in live.items() if not lines[block])
+    taken: Counter[str] = Counter()
     for block, size in live.items():
-        line = line_of(stacks[block])
-        if line:
-            by_line[line] += size
-        else:
-            alone[size] += 1
-    by_size: Counter[str] = Counter()
-    for size, number in alone.items():
-        by_size[f"{plural(number, 'block')} of {format_bytes(size)} without a line"] += size * number
-    most = dict((by_line | by_size).most_common(MOST_LINES))
-    shown = {name: size for name, size in [*by_line.most_common(), *by_size.most_common()] if name in most}
-    rest = sum(live.values()) - sum(shown.values())
+        unknown = f"{plural(alone[size], 'block')} of {format_bytes(size)} without a line"
+        taken[lines[block] or unknown] += size
+    shown = dict(taken.most_common(MOST_LINES))
+    rest = taken.total() - sum(shown.values())
     return shown | ({"all others": rest} if rest else {})
 
 

@@ -128,9 +128,8 @@ def short_run(setup: Setup, plan: Plan, seed: int, steps: int) -> float:
     if run.failure is not None:
         raise Infeasible(run.failure.reason)
     results = [step.result for step in run.steps if step.result.count]
-    # A loss scale that is still falling skips the first steps of a sound run in fp16.
-    judged = results[-1:] if setup.precision == "fp16" else results
     last = [result for result in results[-len(results) // 4 :] if math.isfinite(result.loss)]
-    if not last or not all(result.applied for result in judged):
+    # A loss scale that is still falling skips the first steps of a sound run in fp16.
+    if not last or not all(result.applied for result in results[-1 if setup.precision == "fp16" else 0 :]):
         raise Infeasible("its loss or gradient is not finite")
     return sum(result.loss * result.count for result in last) / sum(result.count for result in last)
