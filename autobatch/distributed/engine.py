@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,34 +103,21 @@ class Engine:
     def begin_step(
         self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
     ) -> MicroBatches:
-        """Return the micro-batches of a batch as they are to run.
+        """Return the ``count`` micro-batches of this rank as they are to run.
 
-        Args:
-            train_state: what trains.
-            micro_batches: of this rank.
-            count: their number.
-            rounds: the most micro-batches that any rank runs.
+        No rank runs more than ``rounds`` of them.
         """
         return micro_batches
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
-        """Sum gradients and totals over the ranks, unless one of them ran out of memory.
+        """Sum gradients and totals over the ranks, unless one of them ran out of memory and has none.
 
-        Args:
-            train_state: holds the gradients of this rank, and none if it ran out of memory.
-            outcome: of this rank.
-
-        Returns:
-            The totals of the batch on every rank, or an `OutOfMemory` on every rank.
+        Every rank gets the totals of the batch, or an `OutOfMemory`.
         """
         return outcome
 
     def agree_on_oom(self, oom: OutOfMemory) -> OutOfMemory:
-        """Return the out-of-memory error of all ranks, the same on each of them.
-
-        Args:
-            oom: of this rank, after it has undone the batch.
-        """
+        """Return the out-of-memory error of all ranks, after each has undone the batch."""
         return oom
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -144,18 +132,17 @@ class Engine:
 
 
 class PeerOutOfMemory(torch.OutOfMemoryError):
-    """Memory ran out on another rank."""
+    """An end of memory on another rank."""
+
+    def __init__(self) -> None:
+        super().__init__("memory ran out on another rank")
 
 
 class GroupEngine(Engine):
     """The part of an engine that does not depend on how gradients are summed.
 
-    It is the `autobatch.step.train_state.PassExchange` of a train state, too.
-
-    Args:
-        group: the ranks.
-        train_state: what trains.
-        filler: makes a micro-batch for a rank that has none.
+    It is the `autobatch.step.train_state.PassExchange` of a train state, too. The filler makes a micro-batch
+    for a rank that has none.
     """
 
     def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
@@ -177,14 +164,13 @@ class GroupEngine(Engine):
         Raises:
             PeerOutOfMemory: memory ran out on another rank before.
         """
-        sums: dict[str, float] = {}
+        sums = Counter[str]()
         own: Mapping[str, float] | None = counts
         for of_rank in self.ranks.gather(own):
             if of_rank is None:
-                raise PeerOutOfMemory("memory ran out on another rank")
-            for name, count in of_rank.items():
-                sums[name] = sums.get(name, 0.0) + count
-        return sums
+                raise PeerOutOfMemory
+            sums.update(of_rank)
+        return dict(sums)
 
     def shared_request(self, request: StopRequest) -> StopRequest:
         """See `Engine.shared_request`. A signal to any rank stops all of them after the next step."""
@@ -252,13 +238,7 @@ class GroupEngine(Engine):
 
 
 class Whole(GroupEngine):
-    """The engine of ranks that have a whole model each.
-
-    Args:
-        group: the ranks.
-        train_state: what trains.
-        filler: for the form of the representations, on a rank without samples.
-    """
+    """The engine of ranks that have a whole model each."""
 
     def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
         super().__init__(group, train_state, filler)
@@ -287,7 +267,7 @@ class Whole(GroupEngine):
         self._is_awaited = False
         if self.ranks.agree(False):
             self._has_peer_failed = True
-            raise PeerOutOfMemory("memory ran out on another rank")
+            raise PeerOutOfMemory
         sum_rows(self.ranks, rows)
 
     def _represent(self) -> Any:
@@ -336,13 +316,7 @@ def sum_rows(group: Group, rows: Rows) -> None:
 
 
 class Shared(GroupEngine):
-    """The engine of a sharded model.
-
-    Args:
-        group: the ranks.
-        train_state: its loss runs through the sharded model already.
-        filler: for ranks that have fewer micro-batches than others.
-    """
+    """The engine of a sharded model, through which the loss of the train state runs already."""
 
     def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
         super().__init__(group, train_state, filler)

@@ -160,9 +160,9 @@ class Group(Ranks):
     def start_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Begin to sum a tensor over the ranks in place; return a function that waits for the sum.
 
-        Both are called within `waiting`. Only gloo sums sparse tensors.
+        Both are called within `waiting`.
         """
-        group = self._messages if tensor.is_sparse else self.tensor_group(tensor.device)
+        group = self.tensor_group(tensor.device)
         return dist.all_reduce(tensor, group=group, async_op=True).wait  # type: ignore[no-any-return]
 
 

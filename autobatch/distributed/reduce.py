@@ -4,9 +4,9 @@
     large gradients, each in its own memory                                        further ones, at once
 
 The first reduction carries the numbers of every rank, of which one says whether memory ran out there. If it
-did anywhere, no gradient was touched. A flag tells whether any rank has a gradient for a parameter, and of
-which layout: one that no rank has stays None, and sparse ones are summed alone. Small models need no other
-reduction: it is the number of messages that costs them time.
+did anywhere, no gradient was touched. A flag tells whether any rank has a gradient for a parameter: one that
+no rank has stays None. Small models need no other reduction: it is the number of messages that costs them
+time.
 
 Gradients are sums of totals ÷ D, with one D for all ranks: `GroupEngine` fixes the items per sample that it
 follows from.
@@ -28,7 +28,7 @@ from autobatch.step.loss import StepTotals
 from autobatch.step.train_state import TrainState
 
 SPARSE = 2.0**20
-"""Flag of a sparse gradient; that of a dense one is 1. A sum of either over all ranks is exact."""
+"""Flag of a sparse gradient, which is refused on every rank; that of a dense one is 1."""
 
 
 class RankNumbers(NamedTuple):
@@ -176,7 +176,7 @@ class Reduction:
             The numbers of every rank.
 
         Raises:
-            InputError: the losses of the ranks are of two kinds.
+            InputError: the losses of the ranks are of two kinds, or a gradient is sparse.
         """
         layout = self._layout_of(train_state)
         with self._ranks.waiting("sum the gradients"):
@@ -210,10 +210,12 @@ class Reduction:
         flags = header[cells:].tolist()
         for number, (parameter, gradient) in enumerate(zip(layout.parameters, own, strict=True)):
             if flags[number] >= SPARSE:
-                summed = _as_sparse(gradient, parameter)
-                self._ranks.start_sum(summed)()
-                gradients.put(parameter, summed)
-            elif flags[number]:
+                shape = tuple(parameter.shape)
+                raise InputError(
+                    f"ranks sum no sparse gradients, and a parameter of shape {shape} has one: use "
+                    "sparse=False in its embedding, or one rank"
+                )
+            if flags[number]:
                 dense[number] = gradients.new_zeros(parameter) if gradient is None else gradient
         _copy([(dense[number], view) for number, view in layout.views.items() if number in dense])
         large = [gradient for number, gradient in dense.items() if number not in layout.views]
@@ -247,14 +249,3 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(targets, sources)
-
-
-def _as_sparse(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """Return a gradient with one entry per row of a parameter; without entries if it is None."""
-    if gradient is not None:
-        return gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
-    indices = torch.empty((1, 0), dtype=torch.int64, device=like.device)
-    values = like.new_empty((0, *like.shape[1:]))
-    # Before torch 2.13 it warns that nothing is checked, even if an argument asks for that.
-    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
-        return torch.sparse_coo_tensor(indices, values, like.shape).coalesce()

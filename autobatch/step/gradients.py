@@ -109,13 +109,6 @@ class Gradients:
         parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
-    def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Replace the gradient of a parameter, or its sum if it has one."""
-        if parameter in self._sums or gradient.dtype != parameter.dtype:
-            self._sums[parameter] = gradient
-        else:
-            parameter.grad = gradient
-
     def round_sums(self) -> None:
         """Round each sum once, into the ``grad`` that its optimizer reads, and free the sum."""
         while self._sums:

@@ -298,12 +298,8 @@ class Workload:
                     f"Workload(sampler=…) needs data with an index, found {kind_of(data)}, a stream: leave "
                     "it out, and let the stream yield its samples in that order"
                 )
-            if inspect.isroutine(data) and (needed := _needed_arguments(data)):
-                raise InputError(
-                    f"Workload(train_data=…) is a function that needs {', '.join(needed)}{place_of(data)}, "
-                    "and one that returns a stream needs nothing: if it makes batches, write "
-                    "train_data=autobatch.BatchFunction(lambda size, step: …), called once per step"
-                )
+            if inspect.isroutine(data):
+                check_takes(data, "Workload(train_data=…), unless it is a BatchFunction that makes batches,")
             if hasattr(data, "__next__"):
                 raise InputError(
                     f"Workload(train_data=…) is {kind_of(data)}, which can be read only once, and a probe "
@@ -358,16 +354,6 @@ def schedule_arguments(schedule: Callable[..., object]) -> list[str]:
     if len(others) != 1:
         return ["optimizer", "steps", *named]
     return ["optimizer", *named] if named or others[0].startswith("opt") else []
-
-
-def _needed_arguments(function: Callable[..., object]) -> list[str]:
-    """Return the names of the arguments that a function cannot be called without."""
-    try:
-        known = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a built-in function
-        return []
-    plain = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each.name for each in known if each.default is each.empty and each.kind not in plain]
 
 
 def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:

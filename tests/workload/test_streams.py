@@ -87,7 +87,7 @@ def by_size(size: int, step: int) -> Any:
         ),
         (
             lambda: make_workload(train_data=one_size),
-            r"needs size, step .*test_streams.py:\d+\).*BatchFunction",
+            r"BatchFunction .* called with \(\), .*test_streams.py:\d+\)",
         ),
         (
             lambda: autobatch.fit(make_workload(train_data=BatchFunction(by_size)), target_batch=4, epochs=1),

@@ -87,9 +87,8 @@ def sharded_copy(
     made = on_meta(model)
     sharded = sharding(made, precision)
     sharded.materialize(device)
-    # Over real ranks, their parts arrive.
+    # Over real ranks, their sums arrive. The backend "fake" gathers copies of the part of this rank.
     for part in sharded.parts() if sharding.mesh.mesh_dim_names == ALONE else ():
-        part.set_custom_all_gather(_Repeated())  # type: ignore[arg-type]
         part.set_custom_reduce_scatter(_OwnSum())  # type: ignore[arg-type]
     fill(made)
     return made, sharded
@@ -171,24 +170,6 @@ def on_meta(model: nn.Module) -> nn.Module:
         raise InputError(
             f"--parallel shard needs a model that copy.deepcopy can copy ({first_line(error)})"
         ) from error
-
-
-class _Repeated:
-    """An all-gather that takes the part of this rank for that of every rank."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return new memory, as FSDP's own collective does."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Fill the output."""
-        del async_op
-        parts, rank = output_tensor.view(group.size(), -1), group.rank()
-        # The input is the part of this rank in the output.
-        parts[:rank] = input_tensor
-        parts[rank + 1 :] = input_tensor
 
 
 class _OwnSum:

@@ -26,10 +26,7 @@ def check_sharding(model: nn.Module) -> list[nn.Module]:
                 "micro-batches on GPUs: use BatchNorm or GroupNorm"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise InputError(
-                f"--parallel shard cannot sum the sparse gradient of {name}: use sparse=False, or --parallel "
-                "replicate"
-            )
+            raise InputError(f"--parallel shard cannot sum the sparse gradient of {name}: use sparse=False")
     scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
     if scalar is not None:
         raise InputError(

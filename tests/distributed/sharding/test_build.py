@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from autobatch import InputError
 from autobatch.distributed.sharding.build import on_meta, shard_over
 from autobatch.distributed.sharding.layout import check_sharding
-from autobatch.distributed.sharding.state import shard_like
-from autobatch.training.resume import capture_loop
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
-from tests.support.sharded_loops import block_workload, sharded_loop, step_together
 from tests.support.step_workloads import Transformer
-from tests.support.training import make_loop
 
 
 class Tied(nn.Module):
@@ -73,27 +69,9 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         on_meta(model)
 
 
-class InDict(nn.Module):
-    """Blocks in a dict, and towers in a dict that have blocks of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict({str(number): Transformer().blocks[0] for number in range(5)})
-        self.towers = nn.ModuleDict({name: Towered() for name in ("image", "text")})
-
-
-class Towered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Transformer().blocks[0] for _ in range(2)])
-
-
 def test_blocks_are_gathered_one_at_a_time_in_any_container() -> None:
     model = Transformer()
     assert check_sharding(model) == list(model.blocks)
-    other = InDict()
-    blocks = [*other.blocks.values(), *(block for tower in other.towers.values() for block in tower.blocks)]
-    assert {*check_sharding(other)} == {*blocks}
 
 
 class TiedToBlock(nn.Module):
@@ -121,28 +99,3 @@ def test_what_cannot_be_sharded_is_named_in_one_line(model: nn.Module, message: 
     with pytest.raises(InputError, match=message) as caught:
         check_sharding(model)
     assert "\n" not in str(caught.value)
-
-
-def like_parameters() -> list[str]:
-    """Shard the state of one process, with an entry of another shape, and return its placements."""
-    group = open_group()
-    whole = make_loop(block_workload(), ema=0.9)
-    step_together(whole, 1)
-    state = capture_loop(whole)
-    state["optimizers"][0]["state"][0]["column"] = torch.ones(5)
-    loop = sharded_loop(group, block_workload(), ema=0.9)
-    found = shard_like(loop.train_state, state, loop.engine.mesh)
-    own = found["optimizers"][0]["state"][0]
-    assert not isinstance(own["step"], DTensor)
-    assert not isinstance(found["model"]["offset"], DTensor)
-    assert torch.equal(own["exp_avg"].full_tensor(), state["optimizers"][0]["state"][0]["exp_avg"])
-    tensors = [found["model"]["mix.weight"], found["average"]["averages"][0], own["exp_avg"], own["column"]]
-    placements = [str(one.placements) for one in tensors]
-    group.close()
-    return placements
-
-
-@pytest.mark.distributed
-def test_whole_tensors_are_sharded_as_their_parameters(server: RankServer) -> None:
-    cut, same = str((Shard(0),)), str((Replicate(),))
-    assert server.values(like_parameters, world=3) == [[cut, cut, cut, same]] * 3

@@ -94,7 +94,7 @@ KNOBS = {"checkpointing": "full", "optimizer": "for-loop"}
         *(
             pytest.param(kind, limits, {}, marks=pytest.mark.slow)
             for kind in KINDS
-            for limits in ([12, 12], [7, 2, 4], [7, 2, 4, 1])
+            for limits in ([12, 12], [7, 2, 4, 1])
         ),
     ],
 )
@@ -215,11 +215,3 @@ def test_steps_in_16_bits_are_near_those_in_32(server: RankServer, precision: st
     assert weights == other[0]
     assert applied == [True] * 4
     assert apart(as_double(weights), as_double(expected)) < 0.01
-
-
-@pytest.mark.slow
-def test_an_overflow_skips_the_step_on_all_ranks(server: RankServer) -> None:
-    found = server.values(low_activations, "fp16", 2.0**24)
-    assert found[0] == found[1]
-    assert found[0][1][0] is False
-    assert found[0][2] < 2.0**24
