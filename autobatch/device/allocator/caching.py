@@ -6,9 +6,9 @@ use torch, so a trace replays in milliseconds.
 
 Each stream has pools of its own, and all count together. Not modelled: blocks that a second stream uses
 (``record_stream``), private pools (CUDA graphs), ``max_split_size_mb`` and other options that are off by
-default. Among free blocks of the same size the lowest is taken, so the order of the segments counts, which
-the driver decides. Here addresses only grow or only fall, and none is used again, unless the caller gives a
-source of addresses.
+default. Among free blocks of the same size, torch 2.13 takes that of the oldest segment, as if addresses only
+grew. Up to 2.11 it takes the lowest, so the order of the segments counts, which the driver decides. Here
+addresses only grow or only fall, and none is used again, unless the caller gives a source of addresses.
 
 Recordings of real GPUs confirm the model (tests/recordings): with the driver's addresses of segments, it puts
 each block where the GPU put it.
