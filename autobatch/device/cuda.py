@@ -106,7 +106,7 @@ class CudaDevice(Device):
         return AllocatorConfig(
             expandable_segments="expandable_segments:true" in cuda_allocator.allocator_options(os.environ),
             # From 2.13 on, the oldest of equal segments comes first, wherever the driver has put it.
-            falls=None if torch.__version__ < (2, 13) else False,
+            falls=None if torch.__version__ < "2.13" else False,
             held_bytes=torch.cuda.memory_allocated(self._index) if held_bytes is None else held_bytes,
             retries=False,
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import LimitedBy, Probe
@@ -22,6 +23,8 @@ from autobatch.search.probe import FIRST, Limit, find_largest
 from autobatch.search.saved import keep, recall
 from autobatch.workload.user_code import describe
 
+MULTIPLE = 8
+"""Number of samples whose multiples may run where others fail for another reason than memory."""
 STATE_COPIES = 4
 """Weights, gradients, and two states of each weight, as Adam has them."""
 
@@ -62,6 +65,7 @@ def find_limit(
             raise outcome.error or nothing_fits(process, outcome)
         return outcome
 
+    failure: Exception | None = None
     is_order_unknown = info.allocator is not None and info.allocator.falls is None
     is_large = STATE_COPIES * info.model_bytes > info.device.budget_bytes / 2
     try:
@@ -76,11 +80,21 @@ def find_limit(
             first=asked or (FIRST // 2 if is_large else FIRST),
         )
     except Exception as error:
-        # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
+        failure = error
+    if failure is not None:
         refused = [outcome for _, outcome in sorted(tried.items()) if outcome.error is None]
+        # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
         if asked is None and min(tried, default=0) == 1 and refused:
-            raise nothing_fits(process, refused[0], describe(error)) from error
-        raise
+            raise nothing_fits(process, refused[0], describe(failure)) from failure
+        is_larger = asked is None and tried and not refused and min(filter(None, most.values())) >= MULTIPLE
+        if is_larger and run_attempt(process, MULTIPLE, progress).attempt.fits:
+            sizes = ", ".join(map(str, sorted(tried)))
+            raise InputError(
+                f"micro-batches of {sizes} fail, and one of {MULTIPLE} runs: give --micro-batch-multiple "
+                f"{MULTIPLE}, or a smaller number whose multiples run. The first error: "
+                f"{failure if isinstance(failure, AutobatchError) else describe(failure)}"
+            ) from failure
+        raise failure
     probe = msgspec.structs.replace(limit.probe, precision=info.precision)
     if not probe.micro_batch:
         if probe.stopped_by is not None:
