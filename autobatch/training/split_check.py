@@ -432,7 +432,7 @@ def _cause_in_loss(
             "the loss depends on several samples at once, or is a sum of several means, each over something "
             "else than samples. For a contrastive loss use WholeBatchLoss(represent=…, loss=…), for several "
             'means a Loss by name for each, {"boxes": Loss(total, count), …}, for padding a mask, and for '
-            "and for batch statistics a target batch that fits in one micro-batch"
+            "batch statistics a target batch that fits in one micro-batch"
         )
     if whole.is_counted:
         return "the total of the workload's Loss must be the sum over the items that count counts"
