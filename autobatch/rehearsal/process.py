@@ -260,6 +260,7 @@ def _serve(connection: Connection, of_parent: Connection | None, output: Connect
         output: has the descriptor of the file for the child's output.
     """
     _detach(of_parent, output.fileno())
+    from autobatch.device.oom import loses_context
     from autobatch.workload.user_code import to_picklable
 
     with suppress(*ENDED):
@@ -279,7 +280,7 @@ def _serve(connection: Connection, of_parent: Connection | None, output: Connect
             try:
                 content = function(here.setup, *args, **more)
             except (Exception, SystemExit) as error:
-                is_error, content = True, to_picklable(error)
+                is_error, is_lost, content = True, loses_context(error), to_picklable(error)
             if is_error:  # outside of the except block, nothing keeps the tensors of a failed call
                 here.setup.device.release()
             try:
