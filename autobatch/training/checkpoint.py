@@ -24,7 +24,6 @@ import os
 import re
 import shutil
 import sys
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -38,6 +37,7 @@ from autobatch.core.files import sync_directory
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import is_sharded
+from autobatch.workload.nested import map_leaves
 
 SCHEMA = 7
 """Format of checkpoints; 7 lists the sharded tensors beside the state."""
@@ -47,25 +47,6 @@ SHARDED = "sharded"
 """Entry of a state: the name, shape, type and cut dimension of each sharded tensor, by its place."""
 _NAME = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+\.tmp-\d+")
-
-
-def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
-    """Return a state with each leaf changed.
-
-    Args:
-        value: dicts, lists and tuples of leaves. Objects of other classes are leaves.
-        change: receives the place of a leaf, which are the keys joined by slashes, and the leaf.
-        place: of the value.
-    """
-
-    def inner(key: object, item: Any) -> Any:
-        return map_leaves(item, change, f"{place}/{key}" if place else str(key))
-
-    if type(value) in (dict, OrderedDict, Counter):
-        return type(value)({key: inner(key, item) for key, item in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(inner(number, item) for number, item in enumerate(value))
-    return change(place, value)
 
 
 def check_savable(state: Mapping[str, Any]) -> None:

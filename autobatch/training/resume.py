@@ -31,9 +31,10 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.ema import load_average
 from autobatch.step.gradients import is_sharded
-from autobatch.training.checkpoint import MANIFEST, SHARDED, STATE, Loaded, load_newest, map_leaves
+from autobatch.training.checkpoint import MANIFEST, SHARDED, STATE, Loaded, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.workload.nested import map_leaves
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
 from autobatch.workload.rng import (
     capture_random_state,

@@ -6,6 +6,7 @@ They are looked through, moved to the device, cut along dimension 0, and concate
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import starmap
@@ -89,6 +90,25 @@ def map_tensors(
     if convert is not None and callable(getattr(batch, "to", None)):
         return convert(batch)
     return _map_children(batch, change, convert)
+
+
+def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
+    """Return nested containers with each leaf changed.
+
+    Args:
+        value: dicts, lists and tuples of leaves. Objects of other classes are leaves.
+        change: receives the place of a leaf, which are the keys joined by slashes, and the leaf.
+        place: of the value.
+    """
+
+    def inner(key: object, item: Any) -> Any:
+        return map_leaves(item, change, f"{place}/{key}" if place else str(key))
+
+    if type(value) in (dict, OrderedDict, Counter):
+        return type(value)({key: inner(key, item) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(inner(number, item) for number, item in enumerate(value))
+    return change(place, value)
 
 
 def tensors_of(batch: Collated) -> Iterator[Tensor]:

@@ -16,11 +16,11 @@ from autobatch import Workload
 from autobatch.distributed.engine import Shared
 from autobatch.distributed.group import Group
 from autobatch.distributed.sharding.model import Sharding
-from autobatch.distributed.sharding.state import map_leaves
 from autobatch.step.train_step import train_step
 from autobatch.training.loop import Loop
 from autobatch.training.resume import capture_loop
 from autobatch.workload.data import load_micro_batch
+from autobatch.workload.nested import map_leaves
 from autobatch.workload.split import Split
 from tests.support.training import make_loop, make_workload, points
 

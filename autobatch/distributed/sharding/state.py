@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from autobatch.core.units import GiB
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.group import Group
 from autobatch.step.train_state import TrainState
+from autobatch.workload.nested import map_leaves
 
 FILE_BYTES = GiB
 """Bytes of a file, unless one tensor has more. A rank holds two copies of a file in host memory."""
@@ -155,25 +156,6 @@ def gather_weights(model: nn.Module, *, keep: bool) -> dict[str, Any]:
         if keep:
             state[name] = known.get(id(value), value.detach() if isinstance(value, Tensor) else value)
     return state
-
-
-def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
-    """Return nested containers with each leaf changed.
-
-    Args:
-        value: dicts, lists and tuples of leaves.
-        change: receives the place of a leaf, which are the keys joined by slashes, and the leaf.
-        place: of the value.
-    """
-
-    def inner(key: object, item: Any) -> Any:
-        return map_leaves(item, change, f"{place}/{key}" if place else str(key))
-
-    if isinstance(value, dict):
-        return {key: inner(key, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(inner(number, item) for number, item in enumerate(value))
-    return change(place, value)
 
 
 def _empty(form: WholeTensor, mesh: DeviceMesh | None) -> Tensor:
