@@ -70,9 +70,9 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
         else:
             sizes = set(micro_batches(samples, size, multiple)) - {largest}
             reason, doubted = None, sorted(other for other in sizes if not fitting.fits(other))
-        for other in reversed(doubted):
-            attempts.append(run_attempt(process, other, progress).attempt)
-            reason = reason or attempts[-1].reason
+        while doubted and reason is None:
+            attempts.append(run_attempt(process, doubted.pop(), progress).attempt)
+            reason = attempts[-1].reason
         return reason
 
     parts = math.ceil(samples / largest)
