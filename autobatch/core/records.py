@@ -169,6 +169,11 @@ class Plan(OfRanks, frozen=True, kw_only=True):
     size_cut: SizeCut | None = None
     """Rule of the split by size; None if batches are split by count."""
 
+    @property
+    def largest_micro_batch(self) -> int:
+        """The most samples of any micro-batch; a cut by size has them in that of its smallest samples."""
+        return self.micro_batch if self.size_cut is None else self.size_cut.max_micro_batch
+
 
 class Trial(Record, frozen=True, kw_only=True):
     """One configuration that the tuner measured."""

@@ -307,7 +307,7 @@ def batches(
         train_state=state,
         engine=engine,
         split=split,
-        micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.max_micro_batch,
+        micro_batch=plan.largest_micro_batch,
         sampler=sampler,
         start=start,
         feeding=open_feed(known, sampler, split, workers=workers, device=gpu),

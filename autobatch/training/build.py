@@ -105,7 +105,7 @@ def open_loop(
             sampler=sampler,
             device=device,
             meter=meter,
-            micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.max_micro_batch,
+            micro_batch=plan.largest_micro_batch,
             split=split,
             engine=engine,
             feed=feed,
