@@ -14,11 +14,11 @@ from autobatch.core.options import Options
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.estimates.footprints import footprint
-from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
 from benchmarks.report import arguments, markdown, save
 from benchmarks.workloads import WORKLOADS
+from tests.support.step_workloads import traced_step
 
 SIZES = (7, 40, 100, 250)
 """Micro-batches up to fifty times the largest traced one; 2, 3 and 5 are traced."""
@@ -36,16 +36,7 @@ def measure(name: str, precision: str) -> list[tuple[Peaks, Peaks]]:
     """Return predicted and real peaks of a workload at every size."""
     options = Options().with_values(device="cpu", memory_budget="8GiB", precision=precision)
     setup = open_setup(WORKLOADS[name](), options)
-    step = TracedStep(
-        workload=setup.workload,
-        model=setup.model,
-        batch_of=setup.worst_case.batch,
-        precision=setup.precision,
-        capability=None,
-        steps=ATTEMPT_STEPS,
-        max_grad_norm=setup.max_grad_norm,
-    )
-    program = footprint(step).program
+    program = footprint(traced_step(setup, steps=ATTEMPT_STEPS)).program
     return [(peaks(program.at(size)), peaks(attempt(setup, size).trace)) for size in SIZES]
 
 
