@@ -103,7 +103,6 @@ _DEAD_CONTEXT = re.compile(
 # CUDACachingAllocator.cpp, torch 2.13; older releases print the same sizes.
 _SIZE = r"([0-9.]+) (bytes|[KMGT]?i?B)"
 _REQUESTED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
-_IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _LINE_WIDTH = 240
 
@@ -159,17 +158,6 @@ def memory_named(doing: str) -> Iterator[None]:
         ) from error
 
 
-def is_fragmented(error: BaseException) -> bool:
-    """Return whether memory ran out although the allocator held enough of it, in pieces that are too small.
-
-    CUDA's text tells: less was requested than "is reserved by PyTorch but unallocated". Emptying the cache
-    then lets the same request succeed.
-    """
-    verdict, link = _judge(error)
-    asked, idle = _REQUESTED.search(_text(link)), _IDLE.search(_text(link))
-    return bool(verdict is Verdict.DEVICE and asked and idle and _bytes_of(asked) <= _bytes_of(idle))
-
-
 def requested_bytes(error: BaseException) -> int | None:
     """Return an upper bound of the bytes that a failed request asked for; None if no text has them.
 
@@ -177,7 +165,7 @@ def requested_bytes(error: BaseException) -> int | None:
     """
     for link in _chain(error):
         if request := _REQUESTED.search(_text(link)):
-            return math.ceil(1.006 * _bytes_of(request))
+            return math.ceil(1.006 * float(request[1]) * _UNITS[request[2]])
     return None
 
 
@@ -233,10 +221,6 @@ def _is_dead(error: BaseException) -> bool:
 def _is_foreign(error: BaseException) -> bool:
     """Return whether torch, CUDA or Triton may have raised it; Triton's classes are not RuntimeErrors."""
     return isinstance(error, RuntimeError) or type(error).__module__.partition(".")[0] == "triton"
-
-
-def _bytes_of(size: re.Match[str]) -> float:
-    return float(size[1]) * _UNITS[size[2]]
 
 
 def _text(error: BaseException) -> str:

@@ -75,16 +75,12 @@ class OutOfMemory(NamedTuple):
     message: str
     is_fatal: bool = False
     """True if this process cannot continue after it."""
-    is_fragmented: bool = False
-    """True if the same micro-batches may fit: the allocator held enough free memory, but not in one piece."""
     is_intact: bool = True
     """True if the state is that before the batch."""
     size: int = 0
     """Samples of the micro-batch that ran; 0 if memory ran out on other ranks only."""
     smaller: int = 0
     """Largest micro-batch for the next try."""
-    is_in_loss: bool = False
-    """True if memory ran out in the loss over the whole batch of ``size``, which has no smaller part."""
 
 
 class Engine:
@@ -181,11 +177,10 @@ class GroupEngine(Engine):
         """See `Engine.agree_on_oom`."""
         of_ranks = self.ranks.gather(oom)
         failed = [rank for rank, error in enumerate(of_ranks) if error.size]
-        worst = min(failed, key=lambda rank: (of_ranks[rank].is_in_loss, of_ranks[rank].size, rank))
+        worst = min(failed, key=lambda rank: (of_ranks[rank].size, rank))
         return of_ranks[worst]._replace(
             message=f"rank {worst}: {of_ranks[worst].message}",
             is_fatal=any(error.is_fatal for error in of_ranks),
-            is_fragmented=all(of_ranks[rank].is_fragmented for rank in failed),
             is_intact=all(error.is_intact for error in of_ranks),
             smaller=min(of_ranks[rank].smaller for rank in failed),
         )

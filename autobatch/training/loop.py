@@ -6,8 +6,7 @@
 
 After an out-of-memory error the partial gradients are dropped, random states and buffers are those of the
 start of the batch again, and the cache of the allocator is emptied. The same samples then run in smaller
-micro-batches; in the same ones once if the memory was only fragmented, or ran out in the loss over the whole
-batch. Nothing is repeated after the sum: the optimizer step may have moved a part of the weights.
+micro-batches. Nothing is repeated after the sum: the optimizer step may have moved a part of the weights.
 
 A request to stop is obeyed between two micro-batches. The open batch is dropped, and drawn again on a resume.
 """
@@ -21,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from autobatch.core.errors import (
     AutobatchError,
@@ -34,7 +32,7 @@ from autobatch.core.records import StepRecord
 from autobatch.core.signals import StopRequest
 from autobatch.core.units import format_bytes
 from autobatch.device.base import Device, Meter
-from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
+from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.distributed.engine import Engine, OutOfMemory
 from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.gradients import Optimizers
@@ -53,8 +51,6 @@ LEAST_LOSS_SCALE = 2.0**-10
 """Loss scale below which an overflow means that the gradients themselves are not finite."""
 MAX_SKIPS_IN_A_ROW = 3
 """Consecutive steps that may be skipped because they are not finite."""
-REPEATS_APART = 16
-"""Least batches between two repeats in the same micro-batches; otherwise each step might run twice."""
 EARLY_STEPS = 16
 """Steps of this process after which the memory that is held is read, to compare with if memory runs out."""
 MAX_NAMED_SAMPLES = 32
@@ -105,8 +101,6 @@ class Loop:
     clock: Callable[[], float] = time.perf_counter
     can_be_saved: bool = True
     """True if the state is that between two steps, and all ranks can save it together."""
-    may_repeat_from: int = 0
-    """Index of the first batch that may run again in the same micro-batches."""
     held_early: str = ""
     """Memory that was held after the first steps of this process, in words; empty before, or if unknown."""
 
@@ -114,8 +108,8 @@ class Loop:
         """Train the remaining batches, and yield one record per batch. End early if asked to stop.
 
         Raises:
-            NonFiniteError: the learning rate is not finite, or the loss or the gradient is not and the step
-                may not be skipped; the weights did not change.
+            NonFiniteError: the loss or the gradient is not finite, and the step may not be skipped; the
+                weights did not change.
             InputError: a learning rate or the count of a `Loss` is invalid; the weights did not change.
             RestartSmallerError: out of memory where the loop cannot recover.
             DoesNotFitError: out of memory, and no smaller micro-batch is left.
@@ -129,7 +123,7 @@ class Loop:
             batch = next(batches, None)
             if batch is None:
                 return
-            learning_rate = check_learning_rates(self.train_state.optimizers, batch.index + 1)
+            learning_rate = first_learning_rate(self.train_state.optimizers, batch.index + 1)
             random_state = capture_random_state(random_state)
             trained = self._train_batch(batch, random_state)
             if trained is None:
@@ -190,7 +184,8 @@ class Loop:
                 return None
             oom = self.engine.agree_on_oom(outcome._replace(is_intact=is_intact))
             self.can_be_saved = oom.is_intact and can_be_drawn_again
-            recovered = self._shrink(batch, oom, is_first=recovered is None)
+            self._shrink(batch, oom)
+            recovered = oom.message
             self.oom_recoveries += 1
 
     def _attempt(
@@ -201,13 +196,6 @@ class Loop:
         In the first attempt, an error that may be about memory counts as out of memory, as long as smaller
         micro-batches are left to try.
         """
-        phase = ""
-
-        def mark(name: str) -> None:
-            nonlocal phase
-            phase = name
-            self.meter.mark(name)
-
         try:
             return accumulate(
                 self.train_state,
@@ -221,7 +209,7 @@ class Loop:
                     else self.split.rounds(batch, self.micro_batch),
                 ),
                 len(batch.ids),
-                mark,
+                self.meter.mark,
                 places=[part.places for part in parts],
             )
         except _StoppedError:
@@ -229,8 +217,6 @@ class Loop:
         except Exception as error:
             may_be_suspect = is_first and any(len(part.ids) > 1 for part in parts)
             failure = self._out_of_memory(error, parts, may_be_suspect=may_be_suspect)
-            if phase == "loss":
-                failure = failure._replace(is_in_loss=True, size=len(batch.ids))
             if self.train_state.shared is not None:
                 # The other ranks wait in the middle of a pass.
                 raise self._end_in_step(batch, failure) from error
@@ -259,7 +245,6 @@ class Loop:
         return OutOfMemory(
             first_line(error),
             is_fatal=verdict is Verdict.FATAL,
-            is_fragmented=is_fragmented(error) and verdict is not Verdict.FATAL,
             size=max((len(part.ids) for part in parts), default=1),
             smaller=max(halved, default=1),
         )
@@ -287,45 +272,33 @@ class Loop:
             return False
         return is_restored
 
-    def _shrink(self, batch: GlobalBatch, oom: OutOfMemory, *, is_first: bool) -> str:
-        """Set the largest micro-batch for another attempt; return in words why the batch runs again.
+    def _shrink(self, batch: GlobalBatch, oom: OutOfMemory) -> None:
+        """Set the largest micro-batch for another attempt.
 
         Raises:
             AutobatchError: there is no other attempt.
         """
-        is_unchanged = oom.is_in_loss or (oom.is_fragmented and batch.index >= self.may_repeat_from)
-        if is_first and is_unchanged and oom.is_intact and not oom.is_fatal:
-            self.may_repeat_from = batch.index + REPEATS_APART
-            fragmented = "" if oom.is_in_loss else "memory was fragmented, so "
-            return f"{fragmented}the cache was emptied, and the same micro-batches ran again. {oom.message}"
-        is_smallest = oom.size == 1 or oom.is_in_loss or oom.smaller >= self.micro_batch
-        if not oom.is_in_loss:
-            self.micro_batch = min(self.micro_batch, oom.smaller)
-        held = self.meter.stats().allocated_bytes
+        is_smallest = oom.size == 1 or oom.smaller >= self.micro_batch
+        self.micro_batch = min(self.micro_batch, oom.smaller)
+        if oom.is_intact and not oom.is_fatal and not is_smallest:
+            return
+        message, held = oom.message.rstrip("."), self.meter.stats().allocated_bytes
         if self.held_early and held:
-            more = f"; held between steps: {self.held_early}, {format_bytes(held)} now"
-            oom = oom._replace(message=oom.message.rstrip(".") + more)
+            message += f"; held between steps: {self.held_early}, {format_bytes(held)} now"
         where = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}"
         if is_smallest:
-            smaller = ""
-            if isinstance(self.train_state.loss, WholeBatchLoss):
-                smaller = "a smaller --target-batch, "
-            if oom.is_in_loss:
-                where = (
-                    f"out of memory in the loss over all {oom.size} samples of a batch, at any micro-batch"
-                )
+            is_whole = isinstance(self.train_state.loss, WholeBatchLoss)
+            smaller = "a smaller --target-batch, " if is_whole else ""
             raise DoesNotFitError(
-                f"{where}: {oom.message.rstrip('.')}; what would help: a larger --memory-budget, {smaller}"
-                "--precision bf16, activation checkpointing"
+                f"{where}: {message}; what would help: a larger --memory-budget, {smaller}--precision bf16, "
+                "activation checkpointing"
             )
-        if oom.is_intact and not oom.is_fatal:
-            return oom.message
         why = (
             "in the driver, after which this process cannot continue"
             if oom.is_fatal
             else "where the batch cannot run again, because the forward pass changed a large buffer"
         )
-        raise RestartSmallerError(f"{where}, {why}: {oom.message}")
+        raise RestartSmallerError(f"{where}, {why}: {message}")
 
     def _end_in_step(self, batch: GlobalBatch, oom: OutOfMemory) -> AutobatchError:
         """Return the error of a run that ends because other ranks, or the weights, may have moved on.
@@ -389,20 +362,16 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def check_learning_rates(optimizers: Optimizers, step: int) -> float:
+def first_learning_rate(optimizers: Optimizers, step: int) -> float:
     """Return the learning rate of the first parameter group, 0 if it has none.
 
     Raises:
-        NonFiniteError: a learning rate of step ``step`` is not finite.
-        InputError: a learning rate is negative.
+        InputError: a learning rate of step ``step`` is negative or not finite.
     """
-    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    rates = [rate.item() if isinstance(rate, Tensor) else rate for rate in rates]
-    for number, rate in enumerate(rates, 1):
-        if rate is not None and not 0 <= rate < math.inf:
-            raise (InputError if math.isfinite(rate) else NonFiniteError)(
-                f"the learning rate of step {step} is {float(rate):g} (parameter group {number} of "
-                f"{len(rates)}), so the step was not taken: it must be finite and at least 0; check "
-                "Workload(schedule=…) and Workload(optimizer=…)"
-            )
-    return float(rates[0] or 0.0)
+    rates = [float(group.get("lr") or 0.0) for optimizer in optimizers for group in optimizer.param_groups]
+    if not all(0 <= rate < math.inf for rate in rates):
+        raise InputError(
+            f"the learning rates of step {step} are {', '.join(f'{rate:g}' for rate in rates)}, so the step "
+            "was not taken: each must be finite and at least 0; check Workload(schedule=…)"
+        )
+    return rates[0]

@@ -13,7 +13,6 @@ from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.allocator.trace import replay
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.host import HostMemory
-from autobatch.device.oom import is_fragmented
 from tests.support.hardware import a_figure, a_profile
 
 HOST = HostMemory(16 * GiB, 8 * GiB, "a made-up machine")
@@ -123,7 +122,6 @@ def test_segments_of_a_simulated_gpu_count_against_the_budget():
             torch.zeros(50 * MiB // 4)  # 64 - 22 = 42 MiB are left
         text = str(caught.value)
         assert text.startswith("CUDA out of memory. Tried to allocate 50.0 MiB. 64.0 MiB allowed")
-        assert not is_fragmented(caught.value)
     assert replay(meter.trace(), device.new_allocator()).peak_reserved_bytes == 22 * MiB
 
 
@@ -140,8 +138,7 @@ def test_a_simulated_gpu_reuses_and_frees_its_cache_in_training_and_tells_fragme
         assert meter.trace() is None
         held = [torch.zeros(1280 * 1024, dtype=torch.uint8) for _ in range(48)]
         del held[::2]
-        with pytest.raises(torch.OutOfMemoryError) as caught:
+        with pytest.raises(torch.OutOfMemoryError, match="is reserved by PyTorch but unallocated"):
             torch.zeros(15 * MiB, dtype=torch.uint8)
-        assert is_fragmented(caught.value)
     with device.enforced() as meter:
         assert meter.stats().peak_reserved_bytes == 0

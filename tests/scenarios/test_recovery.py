@@ -17,7 +17,6 @@ from tests.support.faults import (
     Fault,
     Quick,
     Watching,
-    contrastive,
     operators,
     plain,
     stateful,
@@ -42,37 +41,25 @@ EVERY = pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "each"),
     [
-        (plain, 7),
-        (stateful_contrastive, 23),
-        (stateful_terms, 37),
-        *(
-            pytest.param(one, 1, marks=EVERY)
-            for one in (plain, stateful, contrastive, stateful_contrastive, stateful_terms)
-        ),
+        (plain, 11),
+        (stateful_contrastive, 31),
+        (stateful_terms, 43),
+        *(pytest.param(make, 1, marks=EVERY) for make in (plain, stateful_contrastive, stateful_terms)),
     ],
 )
 def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make, each: int) -> None:
-    whole = train(make(), None)[0].train_state.model
-    undisturbed, same = weights(whole), fingerprint(whole)
+    undisturbed = weights(train(make(), None)[0].train_state.model)
     smaller = fingerprint(train(make(), None, shrink_to=2)[0].train_state.model)
     struck = operators(make())
     assert len(struck) > 60
-    unchanged = 0
     for index, phase in struck[::each]:
         loop, records = train(make(), Fault(index))
-        # No smaller micro-batch makes a loss over the whole batch smaller.
-        is_unchanged = phase == "loss" and records[1].micro_batch == 4
-        unchanged += is_unchanged
-        expected = same if is_unchanged else smaller
-        assert fingerprint(loop.train_state.model) == expected, f"operator {index} ({phase})"
-        if make in (plain, contrastive):
-            assert apart(weights(loop.train_state.model), undisturbed) <= 1e-12
-        assert [record.recovered is not None for record in records] == [False, True, False]
-        assert "Tried to allocate" in records[1].recovered
-        assert [record.micro_batch for record in records] == ([4, 4, 4] if is_unchanged else [4, 2, 2])
+        assert fingerprint(loop.train_state.model) == smaller, f"operator {index} ({phase})"
+        assert make is not plain or apart(weights(loop.train_state.model), undisturbed) <= 1e-12
+        assert ["Tried to allocate" in (record.recovered or "") for record in records] == [False, True, False]
+        assert [record.micro_batch for record in records] == [4, 2, 2]
         assert [record.oom_recoveries for record in records] == [0, 1, 1]
         assert (loop.steps_applied, loop.batches_seen) == (3, 3)
-    assert (unchanged > 0) == (make in (contrastive, stateful_contrastive))
 
 
 @pytest.mark.parametrize(("make", "each"), [(plain, 13), (stateful, 29)])
@@ -104,19 +91,15 @@ def test_there_is_no_recovery_inside_the_optimizer_step() -> None:
         assert caught.value.exit_code == 77
 
 
-@pytest.mark.parametrize("make", [stateful_contrastive, stateful_terms])
-def test_a_recovery_in_fp16_keeps_the_loss_scale(make) -> None:
-    smaller, _ = train(make(torch.float32), None, shrink_to=2, precision="fp16")
+def test_a_recovery_in_fp16_keeps_the_loss_scale() -> None:
+    smaller, _ = train(stateful_terms(torch.float32), None, shrink_to=2, precision="fp16")
     fault = Fault()
-    same, _ = train(make(torch.float32), fault, precision="fp16")
-    for index in [i for i, phase in enumerate(fault.phases) if phase in ("forward", "loss", "backward")][
-        ::29
-    ]:
-        loop, records = train(make(torch.float32), Fault(index), precision="fp16")
-        expected = same if records[1].micro_batch == 4 else smaller
-        assert expected is smaller or fault.phases[index] == "loss"
-        assert fingerprint(loop.train_state.model) == fingerprint(expected.train_state.model)
-        assert loop.train_state.scaler.state_dict() == expected.train_state.scaler.state_dict()
+    train(stateful_terms(torch.float32), fault, precision="fp16")
+    struck = [i for i, phase in enumerate(fault.phases) if phase in ("forward", "backward")]
+    for index in struck[::43]:
+        loop, _ = train(stateful_terms(torch.float32), Fault(index), precision="fp16")
+        assert fingerprint(loop.train_state.model) == fingerprint(smaller.train_state.model)
+        assert loop.train_state.scaler.state_dict() == smaller.train_state.scaler.state_dict()
 
 
 @pytest.mark.parametrize(("fits", "ran"), [(7, [54, 27, 14, 7]), (1, [54, 27, 14, 7, 4, 2, 1])])
@@ -150,21 +133,12 @@ def test_where_not_even_one_sample_fits_the_run_ends() -> None:
 
 
 def test_a_loss_over_the_whole_batch_that_never_fits_ends_the_run() -> None:
-    sizes = list[int]()
-
-    def contrast(rows: Any) -> Tensor:
-        sizes.append(len(rows[0]))
+    def contrast(*_: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    failing = plain(loss=WholeBatchLoss(represent=INFO_NCE.represent, loss=lambda _, rows: contrast(rows)))
-    loop = make_loop(failing, target_batch=5, micro_batch=2, steps=1)
-    with pytest.raises(
-        DoesNotFitError,
-        match=r"in the loss over all 5 samples of a batch, at any.*smaller --target-batch",
-    ):
-        list(loop.run())
-    assert len(sizes) == 2
-    assert loop.micro_batch == 2
+    failing = plain(loss=WholeBatchLoss(represent=INFO_NCE.represent, loss=contrast))
+    with pytest.raises(DoesNotFitError, match="smaller --target-batch"):
+        list(make_loop(failing, target_batch=5, micro_batch=2, steps=1).run())
 
 
 def test_an_error_of_the_driver_ends_the_run() -> None:
@@ -232,39 +206,3 @@ def test_a_run_too_large_for_a_simulated_gpu_ends_with_the_same_weights(tmp_path
     assert records[-1].micro_batch < 4096
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
     assert apart(weights(loop.train_state.model), weights(whole.train_state.model)) <= 1e-12
-
-
-FRAGMENTED = (
-    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.56 GiB of which 4.00 "
-    "MiB is free. Including non-PyTorch memory, this process has 32.00 MiB memory in use. 32.00 MiB allowed; "
-    "Of the allocated memory 9.00 MiB is allocated by PyTorch, and 23.00 MiB is reserved by PyTorch but "
-    "unallocated. If reserved but unallocated memory is large try setting …"
-)
-
-
-@pytest.mark.parametrize("make", [plain, stateful_contrastive])
-def test_after_fragmentation_the_same_micro_batches_run_again_with_the_same_bits(make) -> None:
-    undisturbed = fingerprint(train(make(), None)[0].train_state.model)
-    for index, _ in operators(make())[::31]:
-        fault = Fault(index, error=torch.OutOfMemoryError(FRAGMENTED))
-        loop, records = train(make(), fault)
-        assert fingerprint(loop.train_state.model) == undisturbed
-        assert [record.micro_batch for record in records] == [4, 4, 4]
-        assert [record.oom_recoveries for record in records] == [0, 1, 1]
-        assert [record.recovered is not None for record in records] == [False, True, False]
-
-
-@pytest.mark.parametrize(("apart", "sizes"), [(15, [4, 2, 2]), (16, [4, 4, 4])])
-def test_memory_that_is_fragmented_soon_again_is_answered_by_smaller_micro_batches(
-    apart: int, sizes: list[int]
-) -> None:
-    """Fragmented at every step, each of them would run twice."""
-    loop = make_loop(plain(), target_batch=8, micro_batch=4, steps=19, meter=Watching(None))
-    records = []
-    with Fault(10, error=torch.OutOfMemoryError(FRAGMENTED)) as fault:
-        for batch, record in enumerate(iter(loop.run()), 1):
-            records.append(record)
-            fault.armed, fault.count = batch in (1, 1 + apart), 0
-    assert [one.step for one in records if one.recovered] == [2, 2 + apart]
-    assert [records[at].micro_batch for at in (1, 1 + apart, -1)] == sizes
-    assert "the same micro-batches ran again" in records[1].recovered
