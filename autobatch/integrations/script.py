@@ -38,6 +38,7 @@ from autobatch.planning import equal_plan, even_split_note
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
+from autobatch.search.find_limit import note_next
 from autobatch.search.probe import find_largest
 from autobatch.search.saved import keep, recall
 
@@ -78,12 +79,20 @@ class Runner:
     """That of the largest run that fits."""
 
     def run(self, size: int) -> Outcome:
-        """Run the command at a size, until its optimizer has taken `STEPS` steps.
+        """Run the command at a size, again if something else than the budget refused memory.
 
         Raises:
             InputError: it cannot be started. Or no size has fitted, and it takes no such step for another
                 reason than memory. Or the size changes nothing.
         """
+        outcome = self._attempt(size)
+        if outcome.attempt.is_below_budget:
+            outcome = self._attempt(size)
+        self.progress.attempted(outcome.attempt)
+        return self.outcomes.setdefault(size, outcome)
+
+    def _attempt(self, size: int) -> Outcome:
+        """Run the command once, until its optimizer has taken `STEPS` steps."""
         # With two micro-batches in a step, a command that accumulates finds gradients in the second.
         words, start = fill(self.command, size, 2, self.world), time.monotonic()
         self.progress.doing(f"running {shlex.join(words)}")
@@ -124,10 +133,13 @@ class Runner:
             peak_reserved_bytes=most.get("peak_reserved_bytes"),
             reason=str(error) if error else reason,
             is_error=error is not None,
+            is_below_budget=bool(refused)
+            and all(
+                each["refused_bytes"] and each["peak_reserved_bytes"] + each["refused_bytes"] <= budget
+                for each in refused
+            ),
         )
-        self.progress.attempted(attempt)
-        outcome = Outcome(attempt, None if recording is None else recording.trace, error=error)
-        return self.outcomes.setdefault(size, outcome)
+        return Outcome(attempt, None if recording is None else recording.trace, error=error)
 
     def _execute(self, words: Sequence[str], folder: str) -> tuple[int | str, str]:
         """Run words; return their exit code, in words if time was over, and what the program said last."""
@@ -225,8 +237,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
             f"{format_bytes(device.budget_bytes)}: {smallest.reason}. What helps: a larger --memory-budget, "
             "or flags with which it takes less. autobatch record and estimate --snapshot show what takes it"
         )
-    if probe.upper_bound_by == "error":
-        runner.progress.note(str(outcomes[limit + multiple].error))
+    note_next(probe, device.name, runner.progress)
     plan = None
     if target is not None:
         plan = equal_plan(target, limit, world_size=runner.world, multiple=multiple)

@@ -102,7 +102,7 @@ def find_limit(
         raise nothing_fits(process, tried[min(tried)])
     if known is not None and not probe.attempts[0].fits:
         progress.note(f"{probe.attempts[0].micro_batch} no longer fit, so the saved limit was probed again")
-    _note_next(probe, info.device.name, progress)
+    note_next(probe, info.device.name, progress)
     if asked is not None:
         probe = msgspec.structs.replace(probe, source="asked")
     progress.probed(probe)
@@ -111,8 +111,8 @@ def find_limit(
     return limit if share is None else limit_of_plan(process, limit, share, options.device.seed, progress)
 
 
-def _note_next(probe: Probe, device: str, progress: Progress) -> None:
-    """Note the reason that refused the next size if it is not the budget."""
+def note_next(probe: Probe, device: str, progress: Progress) -> None:
+    """Note what else than the budget refused sizes above the limit."""
     size = probe.micro_batch + probe.multiple
     above = next((attempt for attempt in probe.attempts if attempt.micro_batch == size), None)
     if above is not None and above.is_error:
@@ -120,8 +120,9 @@ def _note_next(probe: Probe, device: str, progress: Progress) -> None:
             f"a micro-batch of {size:,} does not run: {above.reason}. If only multiples of a number run, "
             "such as 2, give --micro-batch-multiple 2"
         )
-    if above is not None and above.is_below_budget:
+    held = min((attempt.micro_batch for attempt in probe.attempts if attempt.is_below_budget), default=None)
+    if held is not None:
         progress.note(
-            f"{device}, not the budget, refused a micro-batch of {size:,} twice: {above.reason}. Others may "
-            "hold its memory, so the limit is not saved: free memory, or give a smaller --memory-budget"
+            f"{device}, not the budget, refused a micro-batch of {held:,} twice. Others may hold its memory, "
+            "so the limit is not saved: free memory, or give a smaller --memory-budget"
         )

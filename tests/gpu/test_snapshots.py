@@ -53,11 +53,13 @@ def program(tmp_path: Path) -> Path:
 
 
 def call(folder: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of autobatch, or Python, on the first GPU."""
+    """Run a command of autobatch, or Python, on the first GPU, or on a stub that no other process uses."""
+    (folder / "table").touch()
+    alone = {"CUDA_VISIBLE_DEVICES": "0", "STUB_GPU_STATE": str(folder / "table")}
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=folder,
-        env=environment(folder, CUDA_VISIBLE_DEVICES="0", **variables),
+        env=environment(folder, **{**alone, **variables}),
         capture_output=True,
         text=True,
         timeout=120,

@@ -169,6 +169,20 @@ def test_an_error_at_larger_sizes_bounds_the_answer_and_is_told(run):
     assert "KeyError: 'no such size'" in ran.err
 
 
+HELD = PROGRAM.replace("for step", "if {}: os.environ['OTHERS_HOLD'] = '7800'\nfor step")
+"""Others hold all but 392 MiB, which are the weights and 14 samples."""
+
+
+def test_a_refusal_of_the_gpu_is_repeated_and_if_it_lasts_told_and_not_saved(run):
+    once = HELD.format("size > 14 and not os.path.exists('seen') and not open('seen', 'w').close()")
+    ran = run("probe", "--json", program=once)
+    assert (ran.json["probe"]["micro_batch"], ran.json["probe"]["oom_count"]) == (largest(1000), 0)
+    lasting = run("probe", "--json", program=HELD.format("size > 14"))
+    assert lasting.json["probe"]["micro_batch"] == 14
+    assert "not the budget" in lasting.err
+    assert lasting.json.get("profile") is None
+
+
 def test_nothing_fits(run):
     ran = run("probe", budget=310)
     assert (ran.code, len(ran.err.splitlines())) == (3, 1)

@@ -1,7 +1,8 @@
 """A package called torch that needs no GPU: it counts the memory that a program says it takes.
 
 Its blocks have whole mebibytes, 20 at least. Each has a segment of its own, which the next block of its size
-uses again, as torch's allocator does with blocks of such sizes. `PYTORCH_ALLOC_CONF` limits the segments.
+uses again, as torch's allocator does with blocks of such sizes. `PYTORCH_ALLOC_CONF` limits the segments, and
+so does what `OTHERS_HOLD` says that other processes hold, in mebibytes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class OutOfMemoryError(RuntimeError):
 
 def limit():
     options = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    return float(re.search("fraction:([^,]*)|$", options)[1] or 1) * (8 << 30)
+    most = float(re.search("fraction:([^,]*)|$", options)[1] or 1) * (8 << 30)
+    return min(most, (8 << 30) - (int(os.environ.get("OTHERS_HOLD", "0")) << 20))
 
 def take(mib):
     size = mib << 20
@@ -36,7 +38,7 @@ def take(mib):
         if sum(segments.values()) + size > limit():
             counts["num_ooms"] += 1
             counts["num_alloc_retries"] += 1
-            run_out()
+            run_out(size)
         address = (len(segments) + 1) << 40
         segments[address] = size
         events.append({"action": "segment_alloc", "addr": address, "size": size, "stream": 0})
@@ -51,9 +53,9 @@ def give(address):
     free.setdefault(segments[address], []).append(address)
     events.append({"action": "free_completed", "addr": address, "size": segments[address], "stream": 0})
 
-def run_out():
+def run_out(size):
     for observer in observers:
-        observer(0, 1, 2, 3)
+        observer(0, size, 8 << 30, 0)
     raise OutOfMemoryError("CUDA out of memory")
 
 def start(enabled="all", **how):

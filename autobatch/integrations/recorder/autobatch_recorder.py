@@ -34,16 +34,16 @@ def begin() -> None:
     steps: dict[Any, int] = {}
     is_written = threading.Lock()
 
-    def write() -> None:
+    def write(refused: int = 0) -> None:
         # A copy of a process that has used the GPU cannot use it.
         if torch.cuda.is_initialized() and is_written.acquire(blocking=False):  # type: ignore[no-untyped-call]
             try:
-                dump(wanted, max(steps.values(), default=0))
+                dump(wanted, max(steps.values(), default=0), refused)
             except Exception as error:  # the program goes on
                 sys.stderr.write(f"autobatch: the snapshot of memory was not written: {error}\n")
 
-    def finish(code: int) -> None:
-        write()
+    def finish(code: int, refused: int = 0) -> None:
+        write(refused)
         if "folder" in wanted:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -62,15 +62,23 @@ def begin() -> None:
     torch.cuda.memory._record_memory_history(context=context, stacks="python", max_entries=4_000_000)
     handle = register_optimizer_step_post_hook(count)
     atexit.register(write)
-    torch._C._cuda_attach_out_of_memory_observer(lambda *_: finish(1))  # type: ignore[attr-defined]
+    torch._C._cuda_attach_out_of_memory_observer(  # type: ignore[attr-defined]
+        lambda device, size, *_: finish(1, size)
+    )
     if wanted.get("seconds"):
         timer = threading.Timer(wanted["seconds"], write)
         timer.daemon = True
         timer.start()
 
 
-def dump(wanted: dict[str, Any], steps: int) -> None:
-    """Write the snapshot of this process, and perhaps what it is of, and end the recording."""
+def dump(wanted: dict[str, Any], steps: int, refused: int) -> None:
+    """Write the snapshot of this process, and perhaps what it is of, and end the recording.
+
+    Args:
+        wanted: what `AUTOBATCH_RECORDER` says.
+        steps: those that the optimizer has taken.
+        refused: bytes of the segment that the allocator did not get, 0 if it got all.
+    """
     import torch
 
     torch.cuda.synchronize()  # other ranks wait for what this one has begun
@@ -90,6 +98,7 @@ def dump(wanted: dict[str, Any], steps: int) -> None:
     content = {
         "snapshot": file,
         "steps": steps,
+        "refused_bytes": refused,
         "retries": most.get("num_alloc_retries", 0) + most.get("num_ooms", 0),
         "peak_allocated_bytes": most.get("allocated_bytes.all.peak", 0),
         "peak_reserved_bytes": most.get("reserved_bytes.all.peak", 0),
