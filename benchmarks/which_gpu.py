@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autobatch import AutobatchError
-from autobatch.core.options import ModelOptions
+from autobatch.core.options import Options
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import Estimator
 from autobatch.estimates.gpus import Gpus
@@ -49,17 +49,15 @@ class Way(NamedTuple):
     title: str
     flags: str
     """What a call of ``estimate`` adds."""
-    model: ModelOptions
+    model: Options
     ranks: int = 1
 
 
 WAYS = {
-    "full": Way("All weights", "", ModelOptions()),
-    "checkpointed": Way(
-        "All weights, each block recomputed", "--checkpointing", ModelOptions(checkpointing=True)
-    ),
-    "lora": Way("LoRA of rank 16", "--lora 16", ModelOptions(lora=16)),
-    "ranks": Way("All weights, shared by 8 GPUs (FSDP2)", "--ranks 8 --parallel shard", ModelOptions(), 8),
+    "full": Way("All weights", "", Options()),
+    "checkpointed": Way("All weights, each block recomputed", "--checkpointing", Options(checkpointing=True)),
+    "lora": Way("LoRA of rank 16", "--lora 16", Options(lora=16)),
+    "ranks": Way("All weights, shared by 8 GPUs (FSDP2)", "--ranks 8 --parallel shard", Options(), 8),
 }
 NONE = "·"
 """Cell of a GPU on which not even one sample fits."""

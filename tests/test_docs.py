@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from autobatch.cli.record import RECORD_HELP
-from autobatch.core.check_options import options_from
-from autobatch.core.options import fields_of
+from autobatch.core.options import fields_of, options_from
 from autobatch.device.profiles import read_profile
 
 ROOT = Path(__file__).parents[1]

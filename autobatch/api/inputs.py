@@ -53,7 +53,7 @@ def begin(run: Run) -> RunInputs:
         samples = _epoch_samples(run)
         is_stream = info.epoch_samples is None
         batches = build_sampler(samples, run.options, (lambda _: range(samples)) if is_stream else None)
-        claim_of_ranks(run, lambda: folder_of(run.options.train.out, info.name, resume=False))
+        claim_of_ranks(run, lambda: folder_of(run.options.out, info.name, resume=False))
         if info.shards is None:
             # Weights that cannot be exported must fail before minutes are spent on a probe.
             process.call("the check of the weights", examine_weights)
@@ -68,7 +68,7 @@ def begin(run: Run) -> RunInputs:
     if isinstance(process, ThisProcess) and info.shards is None:
         setup = process.setup
     else:
-        setup = _open_to_train(run, find_workload(run.workload, run.options.device.seed), info.shards)
+        setup = _open_to_train(run, find_workload(run.workload, run.options.seed), info.shards)
         check_same_data([info.data, data_of_setup(setup)], ["the probe", "the process that trains"])
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
@@ -93,8 +93,8 @@ def resume(run: Run) -> RunInputs:
     """
     options, ranks, progress = run.options, run.ranks, run.progress
     progress.doing(OPENING)
-    workload = find_workload(run.workload, options.device.seed)
-    out = claim_of_ranks(run, lambda: folder_of(options.train.out, workload.name, resume=True))
+    workload = find_workload(run.workload, options.seed)
+    out = claim_of_ranks(run, lambda: folder_of(options.out, workload.name, resume=True))
     checkpoint = load_run_state(out, ranks)
     for line in checkpoint.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
@@ -130,7 +130,7 @@ def resume(run: Run) -> RunInputs:
 
 def shards_to_resume(run: Run, stored: Plan) -> int | None:
     """Return the number of ranks that share the model of a resumed run: as asked, else as before."""
-    world, asked = run.ranks.world, run.options.ranks.parallel
+    world, asked = run.ranks.world, run.options.parallel
     if world == 1 or asked == "replicate":
         return None
     return world if asked == "shard" or shards_of(stored) is not None else None
@@ -196,7 +196,7 @@ def _epoch_samples(run: Run) -> int:
     process = run.setup
     if process.info.epoch_samples is not None:
         return process.info.epoch_samples
-    if run.options.train.epochs is None:
+    if run.options.epochs is None:
         return ENDLESS
     run.progress.note(COUNTED)
     samples, remarks = run.ranks.once(lambda: process.call("counting the samples", count_stream))
@@ -215,13 +215,13 @@ def _sampler_of(run: Run, setup: Setup, samples: int | None) -> GlobalBatchSampl
     """
     options, ranks, stream = run.options, run.ranks, setup.stream
     if stream is None:
-        samples, order = epoch_of(setup.workload, options.device.seed)
+        samples, order = epoch_of(setup.workload, options.seed)
         return build_sampler(samples, options, order)
     if samples is None:
-        is_counted = options.train.epochs is not None
+        is_counted = options.epochs is not None
         samples = ranks.once(lambda: count_samples(stream)[0]) if is_counted else ENDLESS
     note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
     if note is not None:
         run.progress.note(note)
-    reader = open_stream(stream, ranks, options.device.seed, options.target_batch)
+    reader = open_stream(stream, ranks, options.seed, run.target)
     return build_sampler(samples, options, reader=reader)

@@ -54,16 +54,16 @@ def run_command(run: Run) -> Result:
         DoesNotFitError: not even a micro-batch of 1 fits.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    run.ranks.limit_wait(run.options.ranks.collective_timeout)
+    run.ranks.limit_wait(run.options.collective_timeout)
     agree_on_options(run)
     if run.ranks.rank == 0:
-        check_trackers(run.options.train.log)
+        check_trackers(run.options.log)
     with run.held:
         if run.options.command == "fit":
             continue_after_restart(run)
             return fit(run)
         with preserved_generators(run.workload), run.trying:
-            asked = run.options.train.out
+            asked = run.options.out
             if asked is not None:
                 claim_of_ranks(run, lambda: Path(asked))
             open_workload(run)
@@ -79,7 +79,7 @@ def run_estimate(run: Run) -> Estimates:
     Raises:
         InputError: the options exclude each other, or the workload or a snapshot is invalid.
     """
-    if run.options.search.snapshot:
+    if run.options.snapshot:
         found = estimate_snapshots(run.options)
         if run.workload is None:
             return found
@@ -87,19 +87,19 @@ def run_estimate(run: Run) -> Estimates:
         return msgspec.structs.replace(found, notes=[note, *found.notes])
     if is_named_model(run.workload):
         return estimate_named(run.workload, run.options)
-    refuse_model_options(run.workload, run.options.model)
-    workload = find_workload(run.workload, run.options.device.seed)
+    refuse_model_options(run.workload, run.options)
+    workload = find_workload(run.workload, run.options.seed)
     return estimate_limits(workload, run.options)
 
 
 def fit(run: Run) -> Result:
     """Plan a run or take its stored plan, train it, and write the result and the report."""
-    train = run.options.train
-    run.command = _repeat_command(run.command, resumes=train.resume)
-    if train.steps is None and train.epochs is None:
+    options = run.options
+    run.command = _repeat_command(run.command, resumes=options.resume)
+    if options.steps is None and options.epochs is None:
         run.settle(**({"steps": demo.STEPS} if run.workload is None else {"epochs": 1}))
     with preserved_generators(run.workload):
-        inputs = (resume if train.resume else begin)(run)
+        inputs = (resume if options.resume else begin)(run)
     assert run.out is not None
     for line in shared_model_notes(inputs.setup.workload, inputs.setup.model):
         run.progress.note(line)

@@ -52,19 +52,19 @@ def agree_on_options(run: Run) -> None:
     """
     options, world = run.options, run.ranks.world
     asked = options.ranks
-    is_count_wrong = asked.ranks not in (None, world)
+    is_count_wrong = asked not in (None, world)
     for is_wrong, message in (
         (
             is_count_wrong and world == 1,
-            f"ranks is {asked.ranks}, and a call cannot start processes: use the command with --ranks "
-            f"{asked.ranks}, or start the script with torchrun --nproc-per-node {asked.ranks}",
+            f"ranks is {asked}, and a call cannot start processes: use the command with --ranks "
+            f"{asked}, or start the script with torchrun --nproc-per-node {asked}",
         ),
         (
             is_count_wrong,
-            f"--ranks is {asked.ranks}, and torchrun started {world}: leave out --ranks under torchrun",
+            f"--ranks is {asked}, and torchrun started {world}: leave out --ranks under torchrun",
         ),
         (
-            asked.parallel == "shard" and world == 1,
+            options.parallel == "shard" and world == 1,
             "--parallel shard shares a model among ranks, found one process: give --ranks N with N at least "
             "2, or start with torchrun",
         ),
@@ -73,7 +73,7 @@ def agree_on_options(run: Run) -> None:
             raise InputError(message)
     if world == 1:
         return
-    device = run.ranks.device(options.device.device)
+    device = run.ranks.device(options.device)
     common = {
         f"--{name.replace('_', '-')}": value
         for name, value in options.by_name().items()

@@ -74,6 +74,12 @@ class Run:
         return data_home(os.environ)
 
     @property
+    def target(self) -> int:
+        """Samples per optimizer step, of a command that plans."""
+        assert self.options.target_batch is not None
+        return self.options.target_batch
+
+    @property
     def setup(self) -> SetupProcess:
         """The process that holds the setup, once it is open."""
         assert self.process is not None

@@ -52,7 +52,7 @@ def open_workload(run: Run) -> None:
     Raises:
         InputError: the device, the budget, the workload or a setting is invalid.
     """
-    asked = run.options.ranks.parallel
+    asked = run.options.parallel
     run.may_share = asked == "auto" and run.ranks.world > 1
     run.shards = run.ranks.world if asked == "shard" else None
     run.layout_reason = "a whole model fits on each rank, so each has its own" if run.may_share else None
@@ -123,7 +123,7 @@ def plan(run: Run) -> None:
         world = run.world_size or launched_world_size(os.environ)
     # An invalid plan must fail before minutes are spent on a probe.
     _plan(run, 1, world)
-    target, samples = run.options.target_batch, run.setup.info.epoch_samples
+    target, samples = run.target, run.setup.info.epoch_samples
     if samples is not None and target > samples:
         run.progress.note(
             f"the batch of {target:,} is larger than the data: each step takes "
@@ -200,15 +200,15 @@ def _memory_of(limit: Limit, info: SetupInfo) -> tuple[list[PredictedPoint], Mem
 
 def _plan(run: Run, limit: int, world_size: int) -> Plan:
     """Plan the batch in micro-batches up to ``limit``."""
-    batch, info = run.options.batch, run.setup.info
+    options, info = run.options, run.setup.info
     return make_plan(
-        target_batch=run.options.target_batch,
+        target_batch=run.target,
         micro_batch_limit=limit,
         world_size=world_size,
-        multiple=run.options.search.micro_batch_multiple,
+        multiple=options.micro_batch_multiple,
         learning_rate=info.learning_rate,
-        base_batch=batch.base_batch or info.base_batch,
-        rule=batch.lr_rule,
+        base_batch=options.base_batch or info.base_batch,
+        rule=options.lr_rule,
         precision=info.precision,
         gradient_dtype=info.gradient_dtype,
     )
@@ -224,13 +224,14 @@ def finish_plan(run: Run, batches: GlobalBatchSampler | None = None) -> None:
     Raises:
         InputError: the loss cannot be split, or a split by size was asked for and would change results.
     """
-    command, tune = run.options.command, run.options.tune
-    has_trials, tunes_rate = command in ("tune", "fit") and tune.trials != 0, tune.tune_lr
+    options = run.options
+    command = options.command
+    has_trials, tunes_rate = command in ("tune", "fit") and options.trials != 0, options.tune_lr
     if (has_trials or tunes_rate) and run.setup.info.shards is not None:
         run.progress.note("nothing is tuned, because the ranks share the model")
         has_trials = tunes_rate = False
     # A training checks the loss on its own. Trials need the answer before.
-    if command != "fit" or (run.options.split_check == "error" and (has_trials or tunes_rate)):
+    if command != "fit" or (run.options.on_inexact_split == "error" and (has_trials or tunes_rate)):
         _check_loss(run, batches)
     if command == "probe":
         return
@@ -256,7 +257,7 @@ def _check_loss(run: Run, batches: GlobalBatchSampler | None) -> None:
 
     A check that itself fails is an error only if a split is planned and the option asks for errors.
     """
-    found_limit, planned, asked = run.probe, run.result.plan, run.options.split_check
+    found_limit, planned, asked = run.probe, run.result.plan, run.options.on_inexact_split
     if found_limit.micro_batch < 1 or found_limit.stopped_by == "interrupt" or asked == "off":
         return
     if run.setup.info.shards is not None:
@@ -291,7 +292,7 @@ def _open_tuner(run: Run, steps: int) -> Tuner:
     # Only here: Optuna takes half a second to import.
     from autobatch.tuning.fastest import Tuner
 
-    timeout = run.options.tune.timeout
+    timeout = run.options.timeout
     return Tuner(
         process=run.setup,
         options=run.options,

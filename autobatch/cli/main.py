@@ -157,7 +157,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
             workload, options = parse(name, arguments, folder=Path.cwd(), environ=os.environ)
         except SystemExit:
             return 0  # the help was printed
-        verbose = options.output.verbose
+        verbose = options.verbose
         count = max(options.rank_counts, default=None) if name in OVER_RANKS else None
         with raise_on_termination():
             if count is not None and count > 1 and read_launch(os.environ) is None:
@@ -221,7 +221,7 @@ class Command(NamedTuple):
 
 def run_workload(command: Command) -> int:
     """Run a command on this rank and return its exit code; rank 0 prints."""
-    as_json = command.options.output.json
+    as_json = command.options.json
     with reserve_stdout() if as_json else contextlib.nullcontext():
         stream = SafeStream(sys.stderr if as_json else sys.stdout)
         if command.ranks.rank:
@@ -242,18 +242,18 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
     from autobatch.workload.reference import check_reference, is_named_model
 
     options, is_estimate = command.options, command.name == "estimate"
-    snapshots = options.search.snapshot
+    snapshots = options.snapshot
     workload = None if snapshots else command.workload
     with contextlib.ExitStack() as opened:
         if workload is not None and not (is_estimate and is_named_model(workload)):
             check_reference(workload)  # before the seconds that torch takes to import
         # Threads of a group of ranks do not survive a copy.
-        is_copy = command.ranks.world == 1 and may_copy(options.device.device)
-        child = None if is_estimate or options.train.resume else ChildProcess(is_copy=is_copy)
+        is_copy = command.ranks.world == 1 and may_copy(options.device)
+        child = None if is_estimate or options.resume else ChildProcess(is_copy=is_copy)
         if child is not None and not is_copy:
             # It imports torch while this process does.
             opened.enter_context(child)
-        terminal = opened.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
+        terminal = opened.enter_context(Terminal(cast("TextIO", stream), quiet=options.quiet))
         terminal.begin(", ".join(snapshots) or workload, predicts=is_estimate)
         progress = Broadcast([terminal])
         progress.doing("importing torch")

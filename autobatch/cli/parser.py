@@ -4,7 +4,7 @@ Later sources win: the user's ``config.toml``, ``[tool.autobatch]`` of ``pyproje
 (which replaces the table of ``pyproject.toml``), ``AUTOBATCH_…`` variables, the command line. Every value
 keeps the name of its source, so that an error can say where to correct it.
 
-argparse splits the words and lays out the help. Every value stays text until `autobatch.core.check_options`
+argparse splits the words and lays out the help. Every value stays text until `autobatch.core.options`
 checks it, so that messages about a wrong value read the same wherever it was given.
 """
 
@@ -18,11 +18,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autobatch.core.check_options import options_from, unknown_option
 from autobatch.core.errors import InputError
 from autobatch.core.files import read_toml
 from autobatch.core.knobs import KNOBS
-from autobatch.core.options import PLANS, TEXT, Option, Options, all_fields, fields_of
+from autobatch.core.options import (
+    PLANS,
+    TAKEN_BY,
+    TEXT,
+    Option,
+    Options,
+    all_fields,
+    fields_of,
+    options_from,
+    unknown_option,
+)
 from autobatch.core.text import LONGEST_VALUE, printable, quoted
 
 SUMMARIES = {
@@ -32,17 +41,6 @@ SUMMARIES = {
     "tune": "Probe, plan, and measure which configuration is fastest, with Optuna.",
     "estimate": "Predict the largest micro-batch for GPUs that need not be present.",
 }
-TITLES = {
-    "batch": "batch",
-    "model": "model",
-    "device": "devices",
-    "ranks": "devices",
-    "search": "search",
-    "train": "training",
-    "tune": "tuning",
-    "output": "output",
-}
-"""Titles of the help by the section of an option, in its order."""
 SHELLS = ("bash", "zsh", "fish")
 HELP_WORDS = ("-h", "--help", "--help-all")
 HELP_COLUMN = 27
@@ -171,7 +169,7 @@ def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> 
         allow_abbrev=False,
         exit_on_error=False,
     )
-    groups = {title: parser.add_argument_group(title) for title in TITLES.values()}
+    groups = {group: parser.add_argument_group(group) for group in TAKEN_BY}
     groups["batch"].add_argument(
         "workload",
         nargs="?",
@@ -181,7 +179,7 @@ def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> 
     for field in sorted(fields, key=lambda one: (one.name not in needs, one.rare)):
         is_missing = field.name in needs and field.name not in known
         hint = "(required)" if is_missing else _hint(known.get(field.name), field.default)
-        groups[TITLES[field.section]].add_argument(
+        groups[field.group].add_argument(
             _spelled(field.name),
             help=f"{field.text} {hint}".strip().replace("%", "%%")
             if shows_all or not field.rare

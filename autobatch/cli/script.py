@@ -77,7 +77,7 @@ def run_script(name: str, arguments: list[str]) -> int:
     workload, options = parse(name, words, folder=Path.cwd(), environ=os.environ)
     if workload in words:
         raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(workload)}")
-    plans, as_json = name != "probe", options.output.json
+    plans, as_json = name != "probe", options.json
     for is_missing, place, example in (
         (not any("{}" in word for word in command), "{} for the size of a micro-batch", "--batch_size={}"),
         (
@@ -99,18 +99,18 @@ def run_script(name: str, arguments: list[str]) -> int:
     with (
         reserve_stdout() if as_json else contextlib.nullcontext(),
         raise_on_termination(),
-        Terminal(cast("TextIO", stream), quiet=options.output.quiet) as terminal,
+        Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal,
     ):
         terminal.begin(shlex.join(command))
         progress = Broadcast([terminal])
         progress.doing("reading the GPU")
-        device = describe_gpu(options.device.memory_budget)
+        device = describe_gpu(options.memory_budget)
         progress.opened(device)
         progress.note(
             "the command runs a few times, up to its third optimizer step. What it writes (checkpoints, "
             f"logs, trackers), it writes in these runs, too. Its output is in {log}"
         )
-        echo = _echo if options.output.verbose else None
+        echo = _echo if options.verbose else None
         runner = Runner(command, device, seconds, log, echo, progress)
         result = find_limit(runner, options, home=home)
         progress.note("this holds for the first steps: longer samples, evaluation and saving come later")

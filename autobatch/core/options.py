@@ -1,18 +1,18 @@
 """Every option, declared once: its type, its default, its help, and the commands that take it.
 
-The command line, the config files, the environment variables and the keywords of the library calls are all
-checked against these declarations (`autobatch.core.check_options`). The options of a run are one `Options`,
-which is handed down as it is; each layer reads the sections that concern it. Nothing here imports torch.
+Words of the command line, config files, environment variables and keywords of library calls all go through
+`options_from`. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -21,7 +21,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE
 from autobatch.core.knobs import parse_knobs
 from autobatch.core.records import LearningRateRule, Precision
-from autobatch.core.text import quoted
+from autobatch.core.text import LONGEST_VALUE, printable, quoted
 from autobatch.core.units import TiB, parse_budget
 
 COMMANDS = ("fit", "plan", "probe", "tune", "estimate")
@@ -30,15 +30,14 @@ RUNS = ("fit", "plan", "probe", "tune")
 PLANS = ("fit", "plan", "tune")
 TAKEN_BY = {
     "batch": PLANS,
-    "device": COMMANDS,
-    "search": RUNS,
-    "train": ("fit",),
-    "tune": ("fit", "tune"),
-    "ranks": COMMANDS,
     "model": ("estimate",),
+    "devices": COMMANDS,
+    "search": COMMANDS,
+    "training": ("fit",),
+    "tuning": ("fit", "tune"),
     "output": COMMANDS,
 }
-"""Commands that take the options of a section, unless an option names others."""
+"""Commands that take the options of a group of the help, unless an option names others."""
 MOST = 2**63 - 1
 """Largest whole number of an option: torch and the files count in 64 bits."""
 COUNT = "[1-9][0-9]{0,8}"
@@ -48,44 +47,48 @@ AtLeastZero = Annotated[int, Meta(ge=0, le=MOST, description="a whole number of 
 AtLeastOne = Annotated[int, Meta(ge=1, le=MOST, description="a whole number of 1 or more")]
 AtLeastTwo = Annotated[int, Meta(ge=2, le=MOST, description="a whole number of 2 or more")]
 Processes = Annotated[int, Meta(ge=0, le=1024, description="a whole number from 0 to 1024")]
+Ranks = Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")]
 Seed = Annotated[int, Meta(ge=0, le=2**31 - 1, description="a whole number from 0 to 2147483647")]
 """Seeds that every generator accepts: NumPy's end at 32 bits, and the sampler counts up from here."""
 Positive = Annotated[float, Meta(gt=0, description="a number over 0")]
 Decay = Annotated[float, Meta(gt=0, lt=1, description="a number over 0 and under 1")]
 Text = Annotated[str, Meta(pattern=f"^{TEXT}*$", description="text in UTF-8 without NUL")]
 Size = Annotated[str, Meta(pattern=f"^{TEXT}*$", description="a size like 6GiB or 80%")]
-DeviceName = Annotated[
-    str,
-    Meta(
-        pattern=f"^(auto|cpu|cuda(:[0-9]+)?|sim:{TEXT}+)\\Z",
-        description="auto, cuda, cuda:N, cpu or sim:PROFILE",
-    ),
-]
-Duration = Annotated[
-    str, Meta(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?(min|h)\Z", description="a time like 15min or 2h")
-]
-Ranks = Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")]
-RankCounts = Annotated[
-    str, Meta(pattern=f"^{COUNT}(,{COUNT})*\\Z", description="in estimate several like 1,2,4")
-]
+_DEVICE = f"^(auto|cpu|cuda(:[0-9]+)?|sim:{TEXT}+)\\Z"
+DeviceName = Annotated[str, Meta(pattern=_DEVICE, description="auto, cuda, cuda:N, cpu or sim:PROFILE")]
+_TIME = r"^[0-9]{1,9}(\.[0-9]{1,9})?(min|h)\Z"
+Duration = Annotated[str, Meta(pattern=_TIME, description="a time like 15min or 2h")]
+_COUNTS = f"^{COUNT}(,{COUNT})*\\Z"
+RankCounts = Annotated[str, Meta(pattern=_COUNTS, description="in estimate several like 1,2,4")]
 SplitCheck = Literal["error", "note", "off"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+OTHER_NAMES = {
+    "batch_size": "target_batch micro_batch",
+    "gradient_accumulation_steps": "target_batch",
+    "lr": "tune_lr",
+    "amp": "precision",
+    "gpus": "ranks",
+    "nproc_per_node": "ranks",
+    "output_dir": "out",
+}
+"""Names of options in other tools, and the options here; the first that a command takes is named."""
 
 
 class Option(NamedTuple):
-    """One option. Its annotation declares the first fields; the others are those of the annotated field."""
+    """One option. Its annotation declares the first fields, the annotated field all others."""
 
+    group: str
+    """Its part of the help."""
     text: str
     metavar: str = "N"
     """Placeholder of the value, unless the option is a switch or lists its choices."""
     commands: tuple[str, ...] = ()
-    """Commands that take the option; in a declaration, empty for those of its section."""
+    """Commands that take the option; in a declaration, empty for those of its group."""
     rare: bool = False
     """True if only ``--help-all`` shows the option, not ``--help``."""
     check: Callable[[Any], object] | None = None
     """Raises `InputError` for a value that its type accepts, and that is wrong."""
     name: str = ""
-    section: str = ""
     type: Any = None
     """With the ranges of numbers and the patterns of text."""
     default: Any = None
@@ -141,108 +144,193 @@ class Option(NamedTuple):
         raise InputError(f"{label} must be {self.expected}, found {shown}")
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """Options that belong together."""
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a run; those that its command does not take have their defaults."""
 
-
-class BatchOptions(Section, frozen=True, kw_only=True):
-    """The batch of an optimizer step, and how it is split."""
+    command: str = "fit"
+    """The command or library call that they were given to."""
 
     target_batch: Annotated[
-        AtLeastOne | None, Option("Samples per optimizer step, exactly.", commands=(*PLANS, "estimate"))
+        AtLeastOne | None,
+        Option("batch", "Samples per optimizer step, exactly.", commands=(*PLANS, "estimate")),
     ] = None
     split: Annotated[
         Literal["auto", "count", "size"],
-        Option("Split by count, or by size to save padding. auto: by size if it pays off.", rare=True),
+        Option(
+            "batch", "Split by count, or by size to save padding. auto: by size if it pays off.", rare=True
+        ),
     ] = "auto"
     split_check: Annotated[
         SplitCheck | None,
         Option(
+            "batch",
             "What to do if a loss cannot be split exactly. Without it: error in fit, note in plan.",
             commands=("fit", "plan"),
             rare=True,
         ),
     ] = None
-    lr_rule: Annotated[LearningRateRule, Option("Scale the rate with the batch.")] = "none"
+    lr_rule: Annotated[LearningRateRule, Option("batch", "Scale the rate with the batch.")] = "none"
     base_batch: Annotated[
-        AtLeastOne | None, Option("Batch that the rate was tuned for. Without it: the workload's base_batch.")
+        AtLeastOne | None,
+        Option("batch", "Batch that the rate was tuned for. Without it: the workload's base_batch."),
     ] = None
 
+    sequence: Annotated[
+        AtLeastOne | None, Option("model", "hf: tokens of each sequence, else up to 2048.")
+    ] = None
+    lora: Annotated[
+        AtLeastOne | None, Option("model", "hf: train adapters of this rank, not the weights.", "RANK")
+    ] = None
+    checkpointing: Annotated[bool, Option("model", "hf: recompute the activations of each block.")] = False
 
-class DeviceOptions(Section, frozen=True, kw_only=True):
-    """The device of the work, its budget and its precision."""
-
-    device: Annotated[DeviceName, Option("auto, cuda, cuda:N, cpu, sim:PROFILE.", "DEVICE")] = "auto"
+    device: Annotated[DeviceName, Option("devices", "auto, cuda, cuda:N, cpu, sim:PROFILE.", "DEVICE")] = (
+        "auto"
+    )
     memory_budget: Annotated[
         AtLeastOne | Size | None,
         Option(
+            "devices",
             "Memory that the allocator may hold, as 6GiB or 80%. Without it: what is free, less a headroom.",
             "SIZE",
             check=partial(parse_budget, whole_bytes=TiB),
         ),
     ] = None
-    precision: Annotated[Precision, Option("Precision of the forward pass.")] = "fp32"
+    precision: Annotated[Precision, Option("devices", "Precision of the forward pass.")] = "fp32"
     gradient_dtype: Annotated[
         Literal["auto", "fp32", "weights"],
         Option(
+            "devices",
             "Type in which gradients of 16-bit weights are summed. weights: half the memory, but rounded.",
             rare=True,
         ),
     ] = "auto"
-    seed: Annotated[Seed, Option("Seed of the weights, the data order and the trials.", rare=True)] = 0
+    seed: Annotated[
+        Seed, Option("devices", "Seed of the weights, the data order and the trials.", rare=True)
+    ] = 0
+    ranks: Annotated[
+        Ranks | RankCounts | None, Option("devices", "Processes, one per GPU (estimate: also 1,2,4,8).")
+    ] = None
+    parallel: Annotated[
+        Literal["auto", "replicate", "shard"],
+        Option(
+            "devices",
+            "A whole model for each rank (DDP), or a part of it (FSDP2). auto: shard if none fits whole.",
+            rare=True,
+        ),
+    ] = "auto"
+    collective_timeout: Annotated[
+        Positive,
+        Option(
+            "devices", "End the run if a rank lets the others wait longer.", "SECONDS", ("fit",), rare=True
+        ),
+    ] = 1800.0
 
-
-class SearchOptions(Section, frozen=True, kw_only=True):
-    """The sizes to try, and the GPUs to predict for."""
-
-    max_micro_batch: Annotated[AtLeastOne | None, Option("Largest micro-batch.", commands=COMMANDS)] = None
+    max_micro_batch: Annotated[AtLeastOne | None, Option("search", "Largest micro-batch.")] = None
     micro_batch_multiple: Annotated[
-        AtLeastOne, Option("Micro-batches are multiples of N.", commands=COMMANDS, rare=True)
+        AtLeastOne, Option("search", "Micro-batches are multiples of N.", rare=True)
     ] = 1
     micro_batch: Annotated[
-        AtLeastOne | None, Option("Only look at this micro-batch.", commands=("probe", "estimate"))
+        AtLeastOne | None, Option("search", "Only look at this micro-batch.", commands=("probe", "estimate"))
     ] = None
     profile: Annotated[
         list[Text],
-        Option("Hardware profiles. Without it: the GPU of sim:PROFILE, else all.", "NAME", ("estimate",)),
+        Option(
+            "search",
+            "Hardware profiles. Without it: the GPU of sim:PROFILE, else all.",
+            "NAME",
+            ("estimate",),
+        ),
     ] = []
     snapshot: Annotated[
         list[Text],
-        Option("Memory snapshots, in place of a WORKLOAD: see record.", "[N=]FILE", ("estimate",)),
+        Option("search", "Memory snapshots, in place of a WORKLOAD: see record.", "[N=]FILE", ("estimate",)),
     ] = []
 
-
-class TrainOptions(Section, frozen=True, kw_only=True):
-    """The loop and the files of a run."""
-
-    steps: Annotated[AtLeastOne | None, Option("Optimizer steps to train.")] = None
-    epochs: Annotated[AtLeastOne | None, Option("Passes over the data. Without --steps: 1.")] = None
+    steps: Annotated[AtLeastOne | None, Option("training", "Optimizer steps to train.")] = None
+    epochs: Annotated[AtLeastOne | None, Option("training", "Passes over the data. Without --steps: 1.")] = (
+        None
+    )
     max_grad_norm: Annotated[
-        Positive | None, Option("Clip the gradient of each step to this norm.", "NORM", RUNS, rare=True)
+        Positive | None,
+        Option("training", "Clip the gradient of each step to this norm.", "NORM", RUNS, rare=True),
     ] = None
     ema: Annotated[
-        Decay | None, Option("Average the weights with this decay, as 0.999.", "DECAY", RUNS, rare=True)
+        Decay | None,
+        Option("training", "Average the weights with this decay, as 0.999.", "DECAY", RUNS, rare=True),
     ] = None
     on_nonfinite: Annotated[
         Literal["raise", "skip"],
         Option(
-            "Stop at a loss or gradient that is not finite, or skip up to 3 such steps in a row.", rare=True
+            "training",
+            "Stop at a loss or gradient that is not finite, or skip up to 3 such steps in a row.",
+            rare=True,
         ),
     ] = "raise"
-    workers: Annotated[Processes | None, Option("Loader processes. Without it: 0, or as tuned.")] = None
-    validate_every: Annotated[AtLeastOne | None, Option("Validate every N steps, and at the end.")] = None
+    workers: Annotated[
+        Processes | None, Option("training", "Loader processes. Without it: 0, or as tuned.")
+    ] = None
+    validate_every: Annotated[
+        AtLeastOne | None, Option("training", "Validate every N steps, and at the end.")
+    ] = None
     checkpoint_every: Annotated[
-        AtLeastOne | Duration | None, Option("Save every N steps, or 15min, and at the end.")
+        AtLeastOne | Duration | None, Option("training", "Save every N steps, or 15min, and at the end.")
     ] = None
     log: Annotated[
         list[Tracker],
-        Option("Also log to this tracker, whose package must be installed; may be repeated.", rare=True),
+        Option(
+            "training",
+            "Also log to this tracker, whose package must be installed; may be repeated.",
+            rare=True,
+        ),
     ] = []
-    keep_last: Annotated[AtLeastTwo, Option("Checkpoints to keep.", rare=True)] = 3
-    resume: Annotated[bool, Option("Continue from the newest valid checkpoint.")] = False
+    keep_last: Annotated[AtLeastTwo, Option("training", "Checkpoints to keep.", rare=True)] = 3
+    resume: Annotated[bool, Option("training", "Continue from the newest valid checkpoint.")] = False
     out: Annotated[
-        Text | None, Option("Folder of the run. Without it: runs/NAME/DATE (fit).", "DIR", ("fit", "tune"))
+        Text | None,
+        Option("training", "Folder of the run. Without it: runs/NAME/DATE (fit).", "DIR", ("fit", "tune")),
     ] = None
+
+    trials: Annotated[
+        AtLeastZero | None,
+        Option("tuning", "Configurations to measure, 0 for none. Without it: 8, or fewer in fit."),
+    ] = None
+    timeout: Annotated[
+        Positive | None, Option("tuning", "Start no trial after this time.", "SECONDS", rare=True)
+    ] = None
+    storage: Annotated[
+        Text | None,
+        Option(
+            "tuning",
+            "Database URL or journal file of the study. Without it: in the data folder.",
+            "URL",
+            rare=True,
+        ),
+    ] = None
+    knobs: Annotated[
+        Text | None,
+        Option(
+            "tuning",
+            "Knobs to tune, as precision,checkpointing. Without it: all that pay off and change no number.",
+            "NAMES",
+            rare=True,
+            check=parse_knobs,
+        ),
+    ] = None
+    tune_lr: Annotated[bool, Option("tuning", "Also try learning rates, and use a better one.")] = False
+
+    json: Annotated[bool, Option("output", "Print one JSON object to stdout, all else to stderr.")] = False
+    quiet: Annotated[bool, Option("output", "Print the result, but no progress.", rare=True)] = False
+    verbose: Annotated[bool, Option("output", "Print the traceback of an error.", rare=True)] = False
+
+    @property
+    def rank_counts(self) -> list[int]:
+        """The numbers of ranks that were asked for, in order; empty if none was."""
+        return [] if self.ranks is None else sorted(set(map(int, str(self.ranks).split(","))))
+
+    @property
+    def on_inexact_split(self) -> SplitCheck:
+        """The reaction to a loss that cannot be split: as asked, else an error in a training, else a note."""
+        return self.split_check or ("error" if self.command == "fit" else "note")
 
     @property
     def checkpoint_seconds(self) -> float | None:
@@ -252,116 +340,13 @@ class TrainOptions(Section, frozen=True, kw_only=True):
             return None
         return float(asked.rstrip("minh")) * (3600 if asked.endswith("h") else 60)
 
-
-class TuneOptions(Section, frozen=True, kw_only=True):
-    """The search for the fastest configuration and for the learning rate."""
-
-    trials: Annotated[
-        AtLeastZero | None, Option("Configurations to measure, 0 for none. Without it: 8, or fewer in fit.")
-    ] = None
-    timeout: Annotated[Positive | None, Option("Start no trial after this time.", "SECONDS", rare=True)] = (
-        None
-    )
-    storage: Annotated[
-        Text | None,
-        Option(
-            "Database URL or journal file of the study. Without it: in the data folder.", "URL", rare=True
-        ),
-    ] = None
-    knobs: Annotated[
-        Text | None,
-        Option(
-            "Knobs to tune, as precision,checkpointing. Without it: all that pay off and change no number.",
-            "NAMES",
-            rare=True,
-            check=parse_knobs,
-        ),
-    ] = None
-    tune_lr: Annotated[bool, Option("Also try learning rates, and use a better one.")] = False
-
-
-class ModelOptions(Section, frozen=True, kw_only=True):
-    """The training of a model that is named by ``hf:NAME`` in place of a workload."""
-
-    sequence: Annotated[AtLeastOne | None, Option("hf: tokens of each sequence, else up to 2048.")] = None
-    lora: Annotated[
-        AtLeastOne | None, Option("hf: train adapters of this rank, not the weights.", "RANK")
-    ] = None
-    checkpointing: Annotated[bool, Option("hf: recompute the activations of each block.")] = False
-
-
-class RankOptions(Section, frozen=True, kw_only=True):
-    """Several processes that train together."""
-
-    ranks: Annotated[
-        Ranks | RankCounts | None, Option("Processes, one per GPU (estimate: also 1,2,4,8).")
-    ] = None
-    parallel: Annotated[
-        Literal["auto", "replicate", "shard"],
-        Option(
-            "A whole model for each rank (DDP), or a part of it (FSDP2). auto: shard if none fits whole.",
-            rare=True,
-        ),
-    ] = "auto"
-    collective_timeout: Annotated[
-        Positive, Option("End the run if a rank lets the others wait longer.", "SECONDS", ("fit",), rare=True)
-    ] = 1800.0
-
-
-class OutputOptions(Section, frozen=True, kw_only=True):
-    """The output of the command line."""
-
-    json: Annotated[bool, Option("Print one JSON object to stdout, all else to stderr.")] = False
-    quiet: Annotated[bool, Option("Print the result, but no progress.", rare=True)] = False
-    verbose: Annotated[bool, Option("Print the traceback of an error.", rare=True)] = False
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a run, in sections."""
-
-    command: str = "fit"
-    """The command or library call that they were given to."""
-    batch: BatchOptions = BatchOptions()
-    device: DeviceOptions = DeviceOptions()
-    search: SearchOptions = SearchOptions()
-    train: TrainOptions = TrainOptions()
-    tune: TuneOptions = TuneOptions()
-    ranks: RankOptions = RankOptions()
-    model: ModelOptions = ModelOptions()
-    output: OutputOptions = OutputOptions()
-
-    @property
-    def target_batch(self) -> int:
-        """Samples per optimizer step, of a command that plans."""
-        assert self.batch.target_batch is not None
-        return self.batch.target_batch
-
-    @property
-    def rank_counts(self) -> list[int]:
-        """The numbers of ranks that were asked for, in order; empty if none was."""
-        asked = self.ranks.ranks
-        return [] if asked is None else sorted(set(map(int, str(asked).split(","))))
-
-    @property
-    def split_check(self) -> SplitCheck:
-        """The reaction to a loss that cannot be split: as asked, else an error in a training, else a note."""
-        return self.batch.split_check or ("error" if self.command == "fit" else "note")
-
     def with_values(self, **values: Any) -> Self:
         """Return these options with other values, by the names of the options."""
-        sections: dict[str, Section] = {}
-        for name, value in values.items():
-            section = all_fields()[name].section
-            before = sections.get(section, getattr(self, section))
-            sections[section] = msgspec.structs.replace(before, **{name: value})
-        return msgspec.structs.replace(self, **sections)
+        return msgspec.structs.replace(self, **values)
 
     def by_name(self) -> dict[str, Any]:
         """Return the value of each option that the command takes."""
-        return {
-            name: getattr(getattr(self, field.section), name)
-            for name, field in fields_of(self.command).items()
-        }
+        return {name: getattr(self, name) for name in fields_of(self.command)}
 
 
 def _parts(kind: Any) -> Iterator[Any]:
@@ -375,16 +360,14 @@ def _parts(kind: Any) -> Iterator[Any]:
 def all_fields() -> dict[str, Option]:
     """Return every option by its name."""
     found = {}
-    for section, commands in TAKEN_BY.items():
-        for field in msgspec.structs.fields(get_type_hints(Options)[section]):
-            option = next(part for part in get_args(field.type) if isinstance(part, Option))
-            found[field.name] = option._replace(
-                commands=option.commands or commands,
-                name=field.name,
-                section=section,
-                type=field.type,
-                default=[] if field.default is msgspec.NODEFAULT else field.default,
-            )
+    for field in msgspec.structs.fields(Options)[1:]:
+        option = next(part for part in get_args(field.type) if isinstance(part, Option))
+        found[field.name] = option._replace(
+            commands=option.commands or TAKEN_BY[option.group],
+            name=field.name,
+            type=field.type,
+            default=[] if field.default is msgspec.NODEFAULT else field.default,
+        )
     return found
 
 
@@ -392,3 +375,62 @@ def all_fields() -> dict[str, Option]:
 def fields_of(command: str) -> dict[str, Option]:
     """Return the options of a command by their names."""
     return {name: field for name, field in all_fields().items() if command in field.commands}
+
+
+def options_from(
+    command: str, values: Mapping[str, Any], *, names: Mapping[str, str] | None = None
+) -> Options:
+    """Check values, plain or as text, and build the options of a command from them.
+
+    Args:
+        command: the command.
+        values: option names to values; text is converted (``steps="3"``).
+        names: what messages call an option, if not by its own name (``--steps``).
+
+    Raises:
+        InputError: an option is unknown, missing or has a wrong value; the message names it and the value.
+    """
+    fields = fields_of(command)
+    labels = {name: name for name in (*fields, *values)} | dict(names or {})
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise InputError(unknown_option(labels[name], fields, command=command))
+        given[name] = fields[name].convert(value, labels[name])
+        try:
+            if (check := fields[name].check) and given[name] is not None:
+                check(given[name])
+        except InputError as error:
+            raise InputError(f"{labels[name]}: {error}") from None
+    options = Options(command=command, **given)
+    if command in PLANS and options.target_batch is None:
+        raise InputError(f"{labels['target_batch']} is missing: give {fields['target_batch'].expected}")
+    if command != "estimate" and isinstance(options.ranks, str):
+        raise InputError(f"{labels['ranks']} must be a whole number from 1 to 1024, found {options.ranks!r}")
+    if options.steps is not None and options.epochs is not None:
+        steps, epochs = (f"{labels[name]} {given[name]}" for name in ("steps", "epochs"))
+        raise InputError(f"{steps} and {epochs} exclude each other: give one")
+    return options
+
+
+def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> str:
+    """Return the message about an option that does not exist, with what was probably meant.
+
+    Args:
+        asked: as the user wrote it, for example ``--batch-size``.
+        names: the options that exist, spelled in the same way.
+        command: the command that they are of; empty for those of all commands.
+    """
+
+    def plain(name: str) -> str:
+        return name.lstrip("-").replace("-", "_").lower()
+
+    known = {plain(name): name for name in names}
+    if command and plain(asked) in all_fields() and plain(asked) not in known:
+        others = " and ".join(all_fields()[plain(asked)].commands)
+        see = f"see autobatch {command} --help-all"
+        return f"{command} does not take {asked}, which is an option of {others}; {see}"
+    near = [*OTHER_NAMES.get(plain(asked), "").split(), *difflib.get_close_matches(plain(asked), known, n=1)]
+    hints = [f"did you mean {known[name]}?" for name in near if name in known]
+    hints += [f"see autobatch {command} --help-all" if command else f"there are: {', '.join(sorted(names))}"]
+    return f"there is no option {printable(asked, limit=LONGEST_VALUE)}; {hints[0]}"

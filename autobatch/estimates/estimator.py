@@ -76,7 +76,7 @@ def estimate_limits(workload: Workload, options: Options) -> Estimates:
     gpus = Gpus(options)  # refuses wrong options before data are read
     # The model is built without memory, and its code may keep what it builds.
     with preserved_random_state():
-        first = scanned(workload, options.batch.target_batch)
+        first = scanned(workload, options.target_batch)
         (found,) = run_in_copies([lambda: Estimator(first, options, gpus).estimates()])
         return found
 
@@ -89,12 +89,12 @@ class Estimator:
     """
 
     def __init__(self, workload: Workload, options: Options, gpus: Gpus) -> None:
-        seed_everything(options.device.seed)
+        seed_everything(options.seed)
         self._workload, self._options, self._gpus = workload, options, gpus
         is_whole = isinstance(workload.loss, WholeBatchLoss)
-        self._whole_batch = options.batch.target_batch if is_whole else None
+        self._whole_batch = options.target_batch if is_whole else None
         self._model, self._build_notes = on_meta(workload)
-        self._gradient_dtype = gradient_dtype_of(self._model, options.device.gradient_dtype)
+        self._gradient_dtype = gradient_dtype_of(self._model, options.gradient_dtype)
         self._worst_case = WorstCaseSampler(workload)
         self._worst_case.check_collate()
         self._batch_of = cache(self._worst_case.batch)
@@ -136,7 +136,7 @@ class Estimator:
             precision=self._gpus.precision,
             gradient_dtype=self._gradient_dtype,
             capability=gpu.compute_capability,
-            multiple=self._options.search.micro_batch_multiple,
+            multiple=self._options.micro_batch_multiple,
             samples=self._whole_batch,
             sharding=layout.sharding,
             world=layout.world if layout.parallel == "replicate" else 1,
@@ -146,7 +146,7 @@ class Estimator:
         """Predict what fits on one GPU, without what would help."""
         budget, source = self._gpus.budget(gpu)
         spending = self._gpus.spending(gpu)
-        found = spending.predict(step, self._options.search.micro_batch)
+        found = spending.predict(step, self._options.micro_batch)
         where = explain(step.program.at(max(1, found.micro_batch)))
         return Estimate(
             profile=gpu.name,
@@ -175,7 +175,7 @@ class Estimator:
         Raises:
             InputError: the ranks cannot sum the loss.
         """
-        asked, replicas = self._options.ranks.parallel, Layout(world)
+        asked, replicas = self._options.parallel, Layout(world)
         if world == 1 or asked == "replicate":
             return replicas, None
         reason = None
@@ -243,10 +243,10 @@ class Estimator:
         return self._known[layout, generation]
 
     def _plan(self, micro_batch: int, multiple: int) -> Plan | None:
-        if self._options.batch.target_batch is None:
+        if self._options.target_batch is None:
             return None
         return make_plan(
-            target_batch=self._options.batch.target_batch,
+            target_batch=self._options.target_batch,
             micro_batch_limit=micro_batch,
             world_size=self._gpus.world,
             multiple=multiple,

@@ -108,19 +108,19 @@ class Gpus:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.precision: Precision = options.device.precision
+        self.precision: Precision = options.precision
         self.world = max(options.rank_counts, default=1)
         """Ranks, one per GPU; the most that were asked for."""
-        search, device = options.search, options.device.device
-        caps = (search.max_micro_batch, options.batch.target_batch, LARGEST)
+        caps = (options.max_micro_batch, options.target_batch, LARGEST)
         self.cap = min(cap for cap in caps if cap is not None)
         """The largest micro-batch to try. The data are no cap: a GPU that is not here may see more."""
-        if self.world == 1 and options.ranks.parallel == "shard":
+        if self.world == 1 and options.parallel == "shard":
             raise InputError(
                 "--parallel shard shares a model among ranks, found --ranks "
-                f"{options.ranks.ranks or 'unset'}: give --ranks N with N at least 2"
+                f"{options.ranks or 'unset'}: give --ranks N with N at least 2"
             )
-        names = search.profile or ([device.removeprefix("sim:")] if device.startswith("sim:") else [])
+        of_device = [options.device.removeprefix("sim:")] if options.device.startswith("sim:") else []
+        names = options.profile or of_device
         self.are_named = bool(names)
         """True if the options name GPUs; else these are all that are known."""
         named = [load_profile(name) for name in names]
@@ -133,7 +133,7 @@ class Gpus:
             InputError: the budget is no size, or exceeds the memory of the GPU.
         """
         return resolve_budget(
-            self._options.device.memory_budget,
+            self._options.memory_budget,
             total_bytes=gpu.total_bytes,
             available=[
                 (gpu.total_bytes, "in total"),
@@ -152,14 +152,14 @@ class Gpus:
 
     def notes(self, estimates: Sequence[Estimate]) -> list[str]:
         """Return what the options bound or leave room for, one line each."""
-        notes, search, cap = [], self._options.search, self.cap
+        notes, options, cap = [], self._options, self.cap
         names = [estimate.profile for estimate in estimates if estimate.fits and estimate.micro_batch == cap]
-        if search.micro_batch is None and names:
-            option = "--max-micro-batch" if cap == search.max_micro_batch else "--target-batch"
+        if options.micro_batch is None and names:
+            option = "--max-micro-batch" if cap == options.max_micro_batch else "--target-batch"
             notes.append(
                 f"{option} {cap:,} bounds the micro-batch on {', '.join(names)}: more may fit without it"
             )
-        if self.world > 1 and self._options.device.memory_budget is None:
+        if self.world > 1 and options.memory_budget is None:
             notes.append(
                 f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"
             )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import ModelOptions, Options
+from autobatch.core.options import Options, fields_of
 from autobatch.core.text import LONGEST_VALUE, error_text, one_line, printable
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates
@@ -52,15 +52,18 @@ OWN_HEADS = ("ForMaskedLM", "ForCausalLM", "ForImageClassification")
 """Heads to train a model with whose config names none, the first that transformers has for it."""
 
 
-def refuse_model_options(workload: object, options: ModelOptions) -> None:
+def refuse_model_options(workload: object, options: Options) -> None:
     """Refuse the options of a named model for a workload whose code says all that itself.
 
     Raises:
         InputError: one is given.
     """
-    usual, given = msgspec.structs.asdict(ModelOptions()), msgspec.structs.asdict(options)
-    if given != usual:
-        words = ", ".join(f"{name} {value}" for name, value in given.items() if value != usual[name])
+    own = {
+        name: field.default for name, field in fields_of(options.command).items() if field.group == "model"
+    }
+    given = {name: getattr(options, name) for name in own if getattr(options, name) != own[name]}
+    if given:
+        words = ", ".join(f"{name} {value}" for name, value in given.items())
         found = "the demo" if workload is None else workload if isinstance(workload, str) else "a Workload"
         raise InputError(
             f"{words}: only autobatch estimate {NAMED_MODEL}NAME takes that, found {found}: change its "
@@ -75,7 +78,7 @@ def estimate_named(reference: str, options: Options) -> Estimates:
         InputError: there is no such model, its kind is unknown, or it takes no sequence like that.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    named = open_named(reference, options.model)
+    named = open_named(reference, options)
     found = estimate_limits(named.workload, options)
     return msgspec.structs.replace(found, notes=[named.about, *found.notes])
 
@@ -90,7 +93,7 @@ class Named(NamedTuple):
     """Of the model without adapters."""
 
 
-def open_named(reference: str, asked: ModelOptions) -> Named:
+def open_named(reference: str, asked: Options) -> Named:
     """Return the training of ``hf:NAME_OR_FOLDER`` as a workload of two samples.
 
     Raises:
@@ -99,7 +102,7 @@ def open_named(reference: str, asked: ModelOptions) -> Named:
     task = Task.of(load_config(reference.removeprefix(NAMED_MODEL)), reference)
     try:
         with torch.device("meta"):
-            model = task.build(ModelOptions())
+            model = task.build(Options())
     except Exception as error:
         reason = one_line(error_text(error))
         raise InputError(
@@ -225,7 +228,7 @@ class Task(NamedTuple):
         labels = label if self.kind == CLASSES else tokens
         return {"input_ids": tokens, "labels": labels}, f"sequences of {count:,} tokens"
 
-    def build(self, options: ModelOptions) -> nn.Module:
+    def build(self, options: Options) -> nn.Module:
         """Build the model with random weights, or without any on the meta device.
 
         Raises:

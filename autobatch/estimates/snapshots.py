@@ -87,7 +87,7 @@ def estimate_snapshots(options: Options) -> Estimates:
                 f"--{given[0]} {values[given[0]]} changes what runs, and --snapshot says what ran: record "
                 "the program with that change"
             )
-    files = _named(options.search.snapshot)
+    files = _named(options.snapshot)
     gpus = Gpus(options)
     if len(files) == 1:
         ((_, path),) = files
@@ -279,7 +279,7 @@ class _Prediction(NamedTuple):
     def estimate(self, gpu: HardwareProfile) -> Estimate:
         """Predict what fits on one GPU."""
         (budget, source), spending = self.gpus.budget(gpu), self.spending(gpu)
-        asked, target = self.options.search.micro_batch, self.options.batch.target_batch
+        asked, target = self.options.micro_batch, self.options.target_batch
         found = spending.predict(self.step, asked)
         trace = self.step.program.at(max(1, found.micro_batch))
         live = _live_at(trace, replay(trace, CountingAllocator()).peak_at)
@@ -327,7 +327,7 @@ def _predicted(
     outcome = replay(trace, _model(last))
     reserved = outcome.peak_reserved_bytes or 0
     margin = max(MARGIN, abs(reserved - recorded) / recorded)
-    step = Footprint(program, margin, multiple=options.search.micro_batch_multiple)
+    step = Footprint(program, margin, multiple=options.micro_batch_multiple)
     live = _live_at(trace, outcome.peak_at)
     apart = sum(live[block] for block in unpaired & live.keys())
     share = apart / sum(live.values())

@@ -199,8 +199,8 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         InputError: the command takes no optimizer step, or its ranks cannot share the target batch equally.
     """
     device, outcomes = runner.device, runner.outcomes
-    multiple, target = options.search.micro_batch_multiple, options.batch.target_batch
-    most = options.search.max_micro_batch
+    multiple, target = options.micro_batch_multiple, options.target_batch
+    most = options.max_micro_batch
     asked: dict[LimitedBy, int | None] = {"max_micro_batch": most, "target_batch": target, "memory": 1 << 20}
     caps = {name: size for name, size in asked.items() if size is not None}
     if min(caps.values()) < multiple:

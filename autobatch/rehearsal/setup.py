@@ -135,15 +135,14 @@ def open_setup(
         InputError: the device, the budget or the model is invalid, or ranks cannot sum the loss.
     """
     check_loss_of_ranks(workload, role.shards)
-    asked = options.device
-    budget = asked.memory_budget
+    budget = options.memory_budget
     if budget is None and is_demo:
-        budget = MEMORY_BUDGET.get(device_kind(asked.device))
+        budget = MEMORY_BUDGET.get(device_kind(options.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
-    workload = scanned(workload, options.batch.target_batch)
-    device = open_device(asked.device, memory_budget=budget, environ=os.environ)
+    workload = scanned(workload, options.target_batch)
+    device = open_device(options.device, memory_budget=budget, environ=os.environ)
     with preserved_random_state():
-        seed_everything(asked.seed)
+        seed_everything(options.seed)
         with memory_named("the model was built"):
             # Ranks that share a model get its first values from rank 0.
             on_meta = None if role.shards is None else built_on_meta(workload)
@@ -161,12 +160,12 @@ def open_setup(
         stream=stream,
         model=model,
         device=device,
-        worst_case=WorstCaseSampler(workload, seed=asked.seed),
-        precision=asked.precision,
-        gradient_dtype=gradient_dtype_of(model, asked.gradient_dtype),
-        max_grad_norm=options.train.max_grad_norm,
-        ema=options.train.ema,
-        whole_batch=options.batch.target_batch if isinstance(workload.loss, WholeBatchLoss) else None,
+        worst_case=WorstCaseSampler(workload, seed=options.seed),
+        precision=options.precision,
+        gradient_dtype=gradient_dtype_of(model, options.gradient_dtype),
+        max_grad_norm=options.max_grad_norm,
+        ema=options.ema,
+        whole_batch=options.target_batch if isinstance(workload.loss, WholeBatchLoss) else None,
         keeps_batches=options.command == "plan" and role.shards is None,
         world=role.world,
         sharding=sharding,

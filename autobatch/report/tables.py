@@ -193,7 +193,7 @@ def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
         }
 
     # Where a run writes and what it prints is no difference.
-    hidden = {name for name, field in all_fields().items() if field.section == "output"} | {"out", "resume"}
+    hidden = {name for name, field in all_fields().items() if field.group == "output"} | {"out", "resume"}
     metrics = dict.fromkeys(name for run in runs if run.training for name in run.training.validation)
     given = {
         "workload": [run.title or "–" for run in runs],

@@ -44,13 +44,13 @@ def find_limit(
     Raises:
         DoesNotFitError: not even a micro-batch of 1 fits, or the one that was asked for does not.
     """
-    info, asked, multiple = process.info, options.search.micro_batch, options.search.micro_batch_multiple
+    info, asked, multiple = process.info, options.micro_batch, options.micro_batch_multiple
     progress.opened(info.device)
     for line in info.notes:
         progress.note(line)
     most: dict[LimitedBy, int | None] = {
-        "target_batch": options.batch.target_batch if share is None else share,
-        "max_micro_batch": options.search.max_micro_batch,
+        "target_batch": options.target_batch if share is None else share,
+        "max_micro_batch": options.max_micro_batch,
         "dataset": info.samples,
     }
     if asked is not None:
@@ -108,7 +108,7 @@ def find_limit(
     progress.probed(probe)
     file = keep(probe, limit.programs, info.key, home=home, progress=progress) if asked is None else None
     limit = limit._replace(probe=probe, file=file, planned=probe.micro_batch)
-    return limit if share is None else limit_of_plan(process, limit, share, options.device.seed, progress)
+    return limit if share is None else limit_of_plan(process, limit, share, options.seed, progress)
 
 
 def note_next(probe: Probe, device: str, progress: Progress) -> None:

@@ -57,7 +57,7 @@ def choose_split(
     Raises:
         InputError: a split by size was asked for, and is not possible or would change results.
     """
-    asked = options.batch.split
+    asked = options.split
     has_sizes = process.info.epoch_samples is not None and ranks.world == plan.world_size
     if asked == "count" or (asked == "auto" and not has_sizes):
         return plan
@@ -72,11 +72,9 @@ def choose_split(
     is_probed = probe.precision in (None, plan.precision) and not memory_signature(plan.knobs)
     # The split by size is checked against batches of the run on its own.
     alone = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
-    limits = alone if is_probed else plan.micro_batch, min(cap, options.search.max_micro_batch or cap)
+    limits = alone if is_probed else plan.micro_batch, min(cap, options.max_micro_batch or cap)
     try:
-        cut, reason = process.call(
-            "the choice of the split", _choose, plan, asked, limits, options.device.seed
-        )
+        cut, reason = process.call("the choice of the split", _choose, plan, asked, limits, options.seed)
     except Exception as error:
         cut, reason = None, str(error) if isinstance(error, AutobatchError) else describe(error)
     if cut is None and asked == "size":

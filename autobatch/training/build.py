@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import LOADER_WORKERS
-from autobatch.core.options import Options, TrainOptions
+from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import model_of_ranks, open_engine
@@ -41,9 +41,9 @@ def build_sampler(
     fields: dict[str, Any] = {
         "samples": samples,
         "target_batch": options.target_batch,
-        "seed": options.device.seed,
-        "steps": options.train.steps,
-        "epochs": options.train.epochs,
+        "seed": options.seed,
+        "steps": options.steps,
+        "epochs": options.epochs,
     }
     if reader is not None:
         return StreamSampler(**fields, reader=reader)
@@ -71,10 +71,10 @@ def open_loop(
     Raises:
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
-    ranks, device, train = ranks or Ranks(), setup.device, options.train
+    ranks, device = ranks or Ranks(), setup.device
     split = split_of(plan, setup.worst_case.sizes, rank=ranks.rank, world=ranks.world)
     workload = setup.workload
-    workers = train.workers
+    workers = options.workers
     if workers is None:
         workers = int(plan.knobs.get(LOADER_WORKERS) or workload.loading.workers or 0)
     feeding = open_feed(
@@ -86,8 +86,8 @@ def open_loop(
         seeds_samples=sample_seeds,
     )
     with device.training() as meter, feeding as feed:
-        seed_everything(options.device.seed)
-        train_state = _open_train_state(setup, plan, train, meter, ranks)
+        seed_everything(options.seed)
+        train_state = _open_train_state(setup, plan, options, meter, ranks)
 
         def filler() -> tuple[Collated, int]:
             """Return the first samples, for a rank with fewer micro-batches than others."""
@@ -98,7 +98,7 @@ def open_loop(
         if train_state.shared is None:
             engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
         if ranks.rank:
-            seed_rank(options.device.seed, ranks.rank)
+            seed_rank(options.seed, ranks.rank)
         loop = Loop(
             workload=workload,
             train_state=train_state,
@@ -110,7 +110,7 @@ def open_loop(
             engine=engine,
             feed=feed,
             schedules=build_schedules(workload, train_state.optimizers, sampler),
-            on_nonfinite=train.on_nonfinite,
+            on_nonfinite=options.on_nonfinite,
         )
         for line in check_validation(loop):
             note(line)
@@ -120,9 +120,7 @@ def open_loop(
         yield loop
 
 
-def _open_train_state(
-    setup: Setup, plan: Plan, train: TrainOptions, meter: Meter, ranks: Ranks
-) -> TrainState:
+def _open_train_state(setup: Setup, plan: Plan, options: Options, meter: Meter, ranks: Ranks) -> TrainState:
     """Place the model on the device of this rank, and build what its steps need."""
     meter.mark("setup")
     device = setup.device.torch_device
@@ -131,8 +129,8 @@ def _open_train_state(
     settings = StepSettings(
         precision=plan.precision,
         gradient_dtype=plan.gradient_dtype,
-        max_grad_norm=train.max_grad_norm,
-        ema=train.ema,
+        max_grad_norm=options.max_grad_norm,
+        ema=options.ema,
         knobs=plan.knobs,
         world=1 if shared else plan.world_size,
     )

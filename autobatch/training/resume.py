@@ -285,7 +285,7 @@ def check_same_run(
     done, steps, same = resumed.state["counters"]["batches_seen"], before["total_steps"], "the same"
     rows = [
         ("--target-batch", options.target_batch, before["plan"]["target_batch"], same),
-        ("--seed", options.device.seed, before["seed"], same),
+        ("--seed", options.seed, before["seed"], same),
         ("version of the data order", now["order"], before["order"], "the run its own autobatch"),
         ("number of training samples", now["samples"], before["samples"], "the same data"),
         ("order of the sampler", now["sampler"], before.get("sampler"), "the same sampler"),
@@ -318,7 +318,7 @@ def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, option
     cut = plan.size_cut
     sizes = None if cut is None else setup.worst_case.sizes()
     changes = {
-        "--split": options.batch.split not in ("auto", plan.split),
+        "--split": options.split not in ("auto", plan.split),
         "sizes of the samples": cut is not None and (sizes is None or sizes_digest(sizes) != cut.digest),
         "--parallel": setup.shards != shards_of(plan),
         "number of ranks": len(of_ranks) != ranks.world,
@@ -328,6 +328,6 @@ def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, option
         changes |= {name: stored.get(entry) != key.get(entry) for entry, name in _BIT_EXACT_KEYS.items()}
         # What the user gave, and not what is free now, which differs each time.
         is_less = setup.device.budget_bytes < resumed.facts["key"].get("budget_bytes", 0)
-        changes["--memory-budget"] = options.device.memory_budget is not None and is_less
-        changes["--max-micro-batch"] = (options.search.max_micro_batch or plan.micro_batch) < plan.micro_batch
+        changes["--memory-budget"] = options.memory_budget is not None and is_less
+        changes["--max-micro-batch"] = (options.max_micro_batch or plan.micro_batch) < plan.micro_batch
     return [name for name, is_changed in changes.items() if is_changed]

@@ -103,11 +103,11 @@ def train_plan(
             setup,
             micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.micro_batch,
             sampler=sampler,
-            check=options.split_check,
+            check=options.on_inexact_split,
             share_of=lambda samples: split_over_ranks(samples, ranks.world, plan.multiple)[ranks.rank],
         )
     else:
-        checked = [] if options.split_check == "off" or ranks.rank else [SHARED]
+        checked = [] if options.on_inexact_split == "off" or ranks.rank else [SHARED]
     for line in checked:
         add_note(line)
     progress.doing("preparing the training")
@@ -124,7 +124,7 @@ def train_plan(
             **run.facts,
             "notes": notes,
             "sample_seeds": loop.feed.seeds_samples,
-            "seed": options.device.seed,
+            "seed": options.seed,
             **data_order_facts(sampler),
             "versions": versions(),
             "ranks": ranks.gather(device_key(setup)),
@@ -212,7 +212,7 @@ class _Run:
         self, loop: Loop, files: RunFiles, progress: Progress, resumed_from: Path | None, *, is_exact: bool
     ) -> None:
         self._loop, self._files, self._progress = loop, files, progress
-        self._options = files.options.train
+        self._options = files.options
         self._resumed_from = self._newest = resumed_from
         self._notes: list[str] = files.facts.get("notes", [])
         """A checkpoint holds them too."""

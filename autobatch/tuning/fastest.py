@@ -199,14 +199,14 @@ class Tuner:
             AutobatchError: the storage failed, or the workload does not run with every knob at its default.
         """
         options, info = self.options, self.process.info
-        caps = (options.target_batch, options.search.max_micro_batch, info.samples)
+        caps = (options.target_batch, options.max_micro_batch, info.samples)
         trials = Trials(
             process=self.process,
             limit=plan.micro_batch,
             multiple=plan.multiple,
             cap=min(cap for cap in caps if cap is not None),
             samples=sum(plan.micro_batches),
-            workers=info.workers if options.train.workers is None else options.train.workers,
+            workers=info.workers if options.workers is None else options.workers,
         )
         kept, tuning = self.ranks.once(lambda: self._search(trials).find())
         confirmed = self.ranks.gather(trials.confirm(tuning.changes)) if tuning.changes else []
@@ -233,20 +233,20 @@ class Tuner:
 
     def _search(self, trials: Trials) -> Search:
         """Return the search among the configurations that apply here."""
-        tune, act = self.options.tune, "looking for what can be tuned"
+        options, act = self.options, "looking for what can be tuned"
         self.progress.doing(act)
         size = micro_batches(trials.samples, trials.limit, trials.multiple)[0]
         context = self.process.call(act, look_at_workload, size, self.planned_steps, trials.workers)
-        axes, notes = applicable(context, None if tune.knobs is None else parse_knobs(tune.knobs))
+        axes, notes = applicable(context, None if options.knobs is None else parse_knobs(options.knobs))
         for line in notes:
             self.progress.note(line)
-        budget = DEFAULT_TRIALS if tune.trials is None else tune.trials
-        is_unasked = self.options.command == "fit" and tune.trials is None and tune.timeout is None
+        budget = DEFAULT_TRIALS if options.trials is None else options.trials
+        is_unasked = options.command == "fit" and options.trials is None and options.timeout is None
         return Search(
             trials=trials,
             study=open_study(self.process.info, self.options, self.home, "maximize", axes, trials.workers),
             axes=axes,
-            offers=offered(context) if tune.knobs is None else [],
+            offers=offered(context) if options.knobs is None else [],
             budget=min(budget, math.prod(len(axis.choices) for axis in axes)),
             deadline=self.deadline,
             worth_samples=RUN_SHARE * trials.samples * self.planned_steps if is_unasked else math.inf,

@@ -63,7 +63,7 @@ def tune_learning_rate(tuner: Tuner, plan: Plan) -> tuple[Plan, LrTuning]:
 
 def _find_rate(tuner: Tuner, plan: Plan) -> LrTuning:
     """Return the best learning rate; the default if none is better beyond the noise."""
-    default, first_seed, progress = plan.learning_rate, tuner.options.device.seed, tuner.progress
+    default, first_seed, progress = plan.learning_rate, tuner.options.seed, tuner.progress
 
     def run(rate: float, number: int = 0, order: int = 0) -> LrTrial:
         knobs, at_rate = {**plan.knobs, PRECISION: plan.precision}, replace(plan, learning_rate=rate)

@@ -45,10 +45,10 @@ def open_study(
         InputError: the storage cannot be opened.
     """
     key = {name: value for name, value in info.key.items() if name not in NOT_A_PURPOSE}
-    asked = [options.target_batch, options.device.memory_budget, options.search.max_micro_batch]
+    asked = [options.target_batch, options.memory_budget, options.max_micro_batch]
     content = msgspec.json.encode([key, asked, purpose], order="deterministic")
     name, folder = f"{info.name}-{hashlib.sha256(content).hexdigest()[:12]}", home / "studies"
-    storage: Any = options.tune.storage
+    storage: Any = options.storage
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with optuna_errors(InputError):
         if storage is None:
@@ -64,7 +64,7 @@ def open_study(
             study_name=name, storage=storage, direction=direction, load_if_exists=True
         )
         # Searches that go on, or that share a study, draw other points.
-        study.sampler = optuna.samplers.TPESampler(seed=options.device.seed + len(study.trials))
+        study.sampler = optuna.samplers.TPESampler(seed=options.seed + len(study.trials))
     return study
 
 

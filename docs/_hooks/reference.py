@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autobatch import _MODULES, __all__
 from autobatch.cli.main import HELP
-from autobatch.core.options import TAKEN_BY, Options, all_fields
+from autobatch.core.options import TAKEN_BY, all_fields
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/reference.md"
@@ -36,12 +36,11 @@ def commands() -> str:
 
 
 def options() -> str:
-    """Return a table of the options for each of their sections."""
+    """Return a table of the options for each part of the help."""
     parts = []
-    for section, commands in TAKEN_BY.items():
-        fields = [field for field in all_fields().values() if field.section == section]
-        title = inspect.getdoc(type(getattr(Options(), section)))
-        parts.append(f"### {(title or '').rstrip('.')}\n")
+    for group, commands in TAKEN_BY.items():
+        fields = [field for field in all_fields().values() if field.group == group]
+        parts.append(f"### {group.capitalize()}\n")
         parts.append(f"{', '.join(f'`{name}`' for name in commands)}, unless a row names others.\n")
         parts.append("| option | default | effect |\n|---|---|---|")
         for field in fields:

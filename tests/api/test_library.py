@@ -40,7 +40,7 @@ def test_keywords_become_the_options_of_the_command(command: str, calls: list[An
     keywords = {**required(command), "memory_budget": "123MiB", "max_micro_batch": "3", "seed": 7}
     getattr(autobatch, command)("train.py:workload", **keywords)
     assert calls == [("train.py:workload", as_options(command, **keywords))]
-    assert calls[0][1].search.max_micro_batch == 3
+    assert calls[0][1].max_micro_batch == 3
 
 
 @pytest.mark.parametrize("command", COMMANDS)

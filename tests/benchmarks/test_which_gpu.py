@@ -27,7 +27,7 @@ def test_a_larger_gpu_never_takes_fewer_samples() -> None:
 @pytest.mark.program
 @pytest.mark.parametrize("name", which_gpu.MODELS)
 def test_a_config_has_the_parameters_that_its_authors_publish(tmp_path: Path, name: str) -> None:
-    named = which_gpu.open_named(f"hf:{which_gpu.write_config(tmp_path, name)}", which_gpu.ModelOptions())
+    named = which_gpu.open_named(f"hf:{which_gpu.write_config(tmp_path, name)}", which_gpu.Options())
     assert named.parameters == which_gpu.MODELS[name].parameters
 
 

@@ -27,36 +27,36 @@ def parsed(*words: str, command: str = "fit", **environ: str) -> tuple[str | Non
 def test_later_sources_win() -> None:
     """Earliest first; autobatch.toml replaces the whole table of pyproject.toml."""
     Path("config/autobatch/config.toml").write_text("steps = 1\nkeep_last = 9\n")
-    assert parsed()[1].train.steps == 1
+    assert parsed()[1].steps == 1
     Path("pyproject.toml").write_text('[tool.autobatch]\nsteps = 2\ntrials = 3\nworkload = "a:b"\n')
     workload, options = parsed()
-    assert (workload, options.train.steps, options.tune.trials) == ("a:b", 2, 3)
+    assert (workload, options.steps, options.trials) == ("a:b", 2, 3)
     Path("autobatch.toml").write_text('steps = 3\nworkload = "c:d"\n')
     workload, options = parsed()
-    assert (workload, options.train.steps, options.tune.trials) == ("c:d", 3, None)
+    assert (workload, options.steps, options.trials) == ("c:d", 3, None)
     known = {"AUTOBATCH_STEPS": "4", "AUTOBATCH_WORKLOAD": "g:h"}
     workload, options = parsed(**known)
-    assert (workload, options.train.steps) == ("g:h", 4)
+    assert (workload, options.steps) == ("g:h", 4)
     workload, options = parsed("e:f", "--steps", "5", **known)
-    assert (workload, options.train.steps, options.train.keep_last) == ("e:f", 5, 9)
+    assert (workload, options.steps, options.keep_last) == ("e:f", 5, 9)
 
 
 def test_the_later_of_two_exclusive_options_wins() -> None:
     Path("autobatch.toml").write_text("epochs = 3\n")
     options = parsed("--steps", "5")[1]
-    assert (options.train.steps, options.train.epochs) == (5, None)
+    assert (options.steps, options.epochs) == (5, None)
     options = parsed("--epochs", "2", AUTOBATCH_STEPS="7")[1]
-    assert (options.train.steps, options.train.epochs) == (None, 2)
+    assert (options.steps, options.epochs) == (None, 2)
     with pytest.raises(InputError, match=r"--steps 5 and --epochs 2 exclude each other"):
         parsed("--steps", "5", "--epochs", "2")
 
 
 def test_a_file_may_hold_options_of_other_commands() -> None:
     Path("autobatch.toml").write_text("steps = 3\ntarget_batch = 8\nprofile = 'l4'\nmax_micro_batch = 4\n")
-    assert parsed(command="estimate")[1].search.profile == ["l4"]
+    assert parsed(command="estimate")[1].profile == ["l4"]
     options = parsed("--lr-rule", "linear", "--base-batch=4", command="plan")[1]
-    assert (options.target_batch, options.search.max_micro_batch) == (8, 4)
-    assert (options.batch.lr_rule, options.batch.base_batch) == ("linear", 4)
+    assert (options.target_batch, options.max_micro_batch) == (8, 4)
+    assert (options.lr_rule, options.base_batch) == ("linear", 4)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_variables_are_options_unless_they_are_empty_or_of_others() -> None:
 def test_a_switch_can_be_taken_back() -> None:
     Path("autobatch.toml").write_text("json = true\nquiet = true\n")
     options = parsed("--no-json")[1]
-    assert (options.output.json, options.output.quiet, options.train.resume) == (False, True, False)
-    assert parsed("--json", "--resume", AUTOBATCH_QUIET="false")[1].output.quiet is False
+    assert (options.json, options.quiet, options.resume) == (False, True, False)
+    assert parsed("--json", "--resume", AUTOBATCH_QUIET="false")[1].quiet is False
 
 
 @pytest.mark.parametrize(

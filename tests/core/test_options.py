@@ -48,7 +48,7 @@ def test_valid_values_are_accepted(command: str, values: dict[str, Any], changed
 
 def test_a_time_between_checkpoints_is_in_seconds() -> None:
     for text, seconds in (("15min", 900), ("1.5h", 5400), ("7", None)):
-        assert as_options("fit", target_batch=8, checkpoint_every=text).train.checkpoint_seconds == seconds
+        assert as_options("fit", target_batch=8, checkpoint_every=text).checkpoint_seconds == seconds
 
 
 def deep_table() -> dict[str, Any]:
@@ -66,7 +66,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"target_bach": 8}, "there is no option target_bach; did you mean target_batch?"),
     ("plan", {"--batch-size": 8}, "there is no option --batch-size; did you mean target_batch?"),
     ("probe", {"batch_size": 8}, "there is no option batch_size; did you mean micro_batch?"),
-    ("estimate", {"fsdp": True}, "there is no option fsdp; did you mean parallel?"),
+    ("estimate", {"gpus": 2}, "there is no option gpus; did you mean ranks?"),
     ("probe", {"zzz": 3}, "there is no option zzz; see autobatch probe --help-all"),
     ("probe", {"steps": 3}, "probe does not take steps, which is an option of fit; see autobatch probe"),
     ("plan", {"target_batch": "8.5"}, "target_batch must be a whole number of 1 or more, found '8.5'"),
@@ -95,7 +95,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"memory_budget": 1 << 20_000}, "memory_budget"),
     ("fit", {"out": "a\0b"}, r"out must be text in UTF-8 without NUL, found 'a\x00b'"),
     ("fit", {"storage": "a\udcff"}, r"storage must be text in UTF-8 without NUL, found 'a\udcff'"),
-    ("tune", {"lr_steps": 4}, "the option lr_steps is gone: --tune-lr runs 40"),
 ]
 
 
@@ -112,7 +111,7 @@ def test_wrong_values_are_refused_in_one_line(command: str, values: dict[str, An
 
 
 def test_the_keywords_are_the_options_with_their_choices_and_defaults() -> None:
-    fields = {name: field for name, field in all_fields().items() if field.section != "output"}
+    fields = {name: field for name, field in all_fields().items() if field.group != "output"}
     hints = get_type_hints(Keywords)
     assert hints.keys() | {"target_batch"} == fields.keys()
     for name, hint in hints.items():
@@ -127,7 +126,7 @@ def test_help_and_the_signature_of_a_call_have_every_keyword(name: str) -> None:
     signature = inspect.signature(call).parameters
     assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.values())
     for key, field in fields_of(name).items():
-        if field.section != "output":
+        if field.group != "output":
             assert f"{key}: " in printed or f"{key} ({field.expected}, default {field.default!r})" in printed
             needed = key == "target_batch" and name in PLANS
             assert signature[key].default == (inspect.Parameter.empty if needed else field.default)

@@ -12,8 +12,7 @@ import torch
 from autobatch import DoesNotFitError, Progress
 from autobatch.api.pipeline import run_command
 from autobatch.api.run import Run
-from autobatch.core.check_options import options_from
-from autobatch.core.options import Options
+from autobatch.core.options import Options, options_from
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, open_setup

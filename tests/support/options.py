@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autobatch.core.check_options import options_from
-from autobatch.core.options import Options
+from autobatch.core.options import Options, options_from
 
 
 def required(command: str) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 from autobatch import Probe, Progress, Result, Workload
 from autobatch.api.pipeline import run_command
 from autobatch.api.run import Run
-from autobatch.core.check_options import options_from
-from autobatch.core.options import Options
+from autobatch.core.options import Options, options_from
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.search.find_limit import find_limit
