@@ -39,7 +39,7 @@ from autobatch.tuning.fastest import Search
 from autobatch.tuning.space import changes, look_at_workload
 from autobatch.tuning.trial import Trials
 from benchmarks.report import arguments, markdown, save
-from benchmarks.workloads import WORKLOADS, InMemory
+from benchmarks.workloads import WORKLOADS
 
 BUDGETS = {"resnet-bn": "5MiB", "u-net": "4MiB", "experts": "3MiB"}
 """For a fraction of the batch, so that the plan accumulates; the batch of the experts fits whole."""
@@ -49,7 +49,6 @@ KNOBS = ("micro_batch_shift", "precision", "checkpointing", "channels_last", "op
 
 def open_trials(workload: Workload, memory_budget: str) -> tuple[Trials, list[SearchAxis]]:
     """Probe a workload, and return its trials and the choices of its knobs."""
-    workload = dataclasses.replace(workload, train_data=InMemory(workload.train_data, 4 * TARGET))
     options = Options().with_values(target_batch=TARGET, memory_budget=memory_budget, device="cpu")
     setup = dataclasses.replace(open_setup(workload, options), clock=time.process_time)
     process = ThisProcess(setup)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,64 +15,34 @@ from torch.utils.data import Dataset
 
 from autobatch import Loss, Workload
 
-VOCABULARY = 101
+VOCABULARY, SAMPLES = 101, 4096
 
 
-class Inputs(Dataset):
-    """A dataset of any length; each sample depends on its index alone."""
+class Few(Dataset):
+    """A dataset that repeats a few samples in memory, because their creation is not measured."""
 
-    def __init__(
-        self, make: Callable[[torch.Generator, int], tuple[Tensor, Tensor]], count: int = 4096
-    ) -> None:
-        self.make, self.count = make, count
+    def __init__(self, samples: list[Any], count: int) -> None:
+        self.samples, self.count = samples, count
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.make(torch.Generator().manual_seed(index), index)
-
-
-class InMemory(Dataset):
-    """Samples of a dataset, or the first of them, in memory, because their creation is not measured."""
-
-    def __init__(self, data: Any, count: int | None = None) -> None:
-        self.samples = [data[index] for index in range(min(count or len(data), len(data)))]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
     def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
+        return self.samples[index % len(self.samples)]
 
 
-def vectors(width: int, classes: int = 10) -> Inputs:
-    return Inputs(lambda g, _: (torch.randn(width, generator=g), torch.randint(classes, (), generator=g)))
+def vectors(width: int, classes: int = 10, *, count: int = SAMPLES) -> Few:
+    return Few([(torch.randn(width), torch.tensor(number % classes)) for number in range(16)], count)
 
 
-def images(channels: int, size: int, classes: int = 10) -> Inputs:
-    return Inputs(
-        lambda g, _: (torch.randn(channels, size, size, generator=g), torch.randint(classes, (), generator=g))
-    )
+def images(side: int, classes: int = 10, *, count: int = SAMPLES) -> Few:
+    return Few([(torch.randn(3, side, side), torch.tensor(number % classes)) for number in range(16)], count)
 
 
-def tokens(length: int) -> Inputs:
-    def make(g: torch.Generator, _: int) -> tuple[Tensor, Tensor]:
-        ids = torch.randint(VOCABULARY, (length + 1,), generator=g)
-        return ids[:-1], ids[1:]
-
-    return Inputs(make)
-
-
-def ragged(longest: int) -> Inputs:
-    """Return token sequences of different lengths; few are as long as the longest."""
-
-    def make(g: torch.Generator, index: int) -> tuple[Tensor, Tensor]:
-        length = 4 + (index * 7919) % (longest - 4 + 1)
-        ids = torch.randint(1, VOCABULARY, (length + 1,), generator=g)
-        return ids[:-1], ids[1:]
-
-    return Inputs(make, count=256)
+def texts(*lengths: int, words: int = VOCABULARY, count: int = SAMPLES) -> Few:
+    """Return texts of 16 words of these lengths in turn, each with the words that follow."""
+    rows = [torch.randint(1, words, (length + 1,)) for length in lengths * -(-16 // len(lengths))]
+    return Few([(row[:-1], row[1:]) for row in rows], count)
 
 
 def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -185,10 +156,12 @@ class UNet(nn.Module):
 class Lstm(nn.Module):
     """A recurrent language model."""
 
-    def __init__(self, width: int = 64, *, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self, inner: int = 32, width: int = 64, layers: int = 1, *, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, 32)
-        self.body = nn.LSTM(32, width, batch_first=True)
+        self.embed = nn.Embedding(vocabulary, inner)
+        self.body = nn.LSTM(inner, width, layers, batch_first=True)
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -229,15 +202,10 @@ def mlp(width: int, layers: int, inputs: int = 32) -> Callable[[], nn.Module]:
     return make
 
 
-def resnet() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        Residual(8),
-        Residual(8),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 10),
-    )
+def resnet(channels: int = 8, blocks: int = 2) -> nn.Module:
+    body = [Residual(channels) for _ in range(blocks)]
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+    return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), *body, *head)
 
 
 def plain_conv() -> nn.Module:
@@ -256,36 +224,43 @@ def encoder() -> nn.Module:
     )
 
 
-def make(name: str, **fields) -> Workload:
-    return Workload(name=name, learning_rate=1e-3, **({"loss": classify, "optimizer": adamw} | fields))
-
-
 def reconstruct(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(model(batch[0]), batch[0])
 
 
+Make = Callable[..., Any]
+
+
+def workload(model: Make, data: Make, loss: Make = classify, **fields: Any) -> Callable[[], Workload]:
+    """Return what builds a new workload in every call, the same in each."""
+
+    def make() -> Workload:
+        torch.manual_seed(0)
+        known = {"optimizer": adamw, "learning_rate": 1e-3, **fields}
+        return Workload(model=model, train_data=data(), loss=loss, **known)
+
+    return make
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "mlp": lambda: make("mlp", model=mlp(64, 2), train_data=vectors(32)),
-    "mlp-heavy": lambda: make("mlp-heavy", model=mlp(256, 3), train_data=vectors(32)),
-    "mlp-deep-sgd": lambda: make("mlp-deep-sgd", model=mlp(48, 12), train_data=vectors(32), optimizer=sgd),
-    "conv": lambda: make("conv", model=plain_conv, train_data=images(3, 12)),
-    "resnet-bn": lambda: make("resnet-bn", model=resnet, train_data=images(3, 8)),
-    "u-net": lambda: make("u-net", model=UNet, train_data=images(3, 8), loss=reconstruct),
-    "gpt": lambda: make("gpt", model=Gpt, train_data=tokens(16), loss=next_token),
-    "gpt-checkpointed": lambda: make(
-        "gpt-checkpointed", model=lambda: Gpt(recompute=True), train_data=tokens(16), loss=next_token
-    ),
-    "gpt-ragged": lambda: make(
-        "gpt-ragged",
-        model=Gpt,
-        train_data=ragged(24),
+    "mlp": workload(mlp(64, 2), partial(vectors, 32)),
+    "mlp-heavy": workload(mlp(256, 3), partial(vectors, 32)),
+    "mlp-deep-sgd": workload(mlp(48, 12), partial(vectors, 32), optimizer=sgd),
+    "conv": workload(plain_conv, partial(images, 12)),
+    "resnet-bn": workload(resnet, partial(images, 8)),
+    "u-net": workload(UNet, partial(images, 8), reconstruct),
+    "gpt": workload(Gpt, partial(texts, 16), next_token),
+    "gpt-checkpointed": workload(partial(Gpt, recompute=True), partial(texts, 16), next_token),
+    "gpt-ragged": workload(
+        Gpt,
+        partial(texts, *range(4, 25), count=256),
+        next_token,
         collate=pad,
-        loss=next_token,
-        size_of=lambda s: len(s[0]),
+        size_of=lambda row: len(row[0]),
     ),
-    "encoder-dropout": lambda: make("encoder-dropout", model=encoder, train_data=tokens(12), loss=next_token),
-    "lstm": lambda: make("lstm", model=Lstm, train_data=tokens(8), loss=next_token),
-    "experts": lambda: make("experts", model=Experts, train_data=vectors(32)),
-    "contrastive": lambda: make("contrastive", model=mlp(64, 2), train_data=vectors(32), loss=contrast),
+    "encoder-dropout": workload(encoder, partial(texts, 12), next_token),
+    "lstm": workload(Lstm, partial(texts, 8), next_token),
+    "experts": workload(Experts, partial(vectors, 32)),
+    "contrastive": workload(mlp(64, 2), partial(vectors, 32), contrast),
 }
-"""Thirteen kinds of models; every call builds a new workload."""
+"""Thirteen kinds of models."""

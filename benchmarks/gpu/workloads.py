@@ -1,6 +1,6 @@
 """Workloads of a size for GPUs: 26 kinds of models, optimizers and precisions, each with two budgets.
 
-A dataset repeats a few samples, because their creation is not measured. Every call builds a new workload.
+Every call builds a new workload.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from autobatch import Workload
 from benchmarks.workloads import (
     Block,
     Experts,
-    Residual,
+    Few,
+    Lstm,
+    Make,
     UNet,
-    adamw,
     classify,
     contrast,
+    images,
     mlp,
+    pad,
     reconstruct,
+    resnet,
     sgd,
+    texts,
+    vectors,
+    workload,
 )
 
 SAMPLES = 1 << 16
@@ -51,19 +58,6 @@ class Case(NamedTuple):
     make: Callable[[], Workload]
     budgets_mib: tuple[int, int]
     options: dict[str, Any]
-
-
-class Few:
-    """A dataset that repeats a few samples."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index % len(self.samples)]
 
 
 class Decoder(nn.Module):
@@ -98,19 +92,6 @@ class MaskedEncoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.body(self.embed(ids), src_key_padding_mask=ids == 0))
-
-
-class Recurrent(nn.Module):
-    """A recurrent language model of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, 256)
-        self.body = nn.LSTM(256, 512, num_layers=2, batch_first=True)
-        self.head = nn.Linear(512, WORDS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.body(self.embed(ids))[0])
 
 
 class Patches(nn.Module):
@@ -157,12 +138,6 @@ def resnet50() -> nn.Module:
             layers.append(Bottleneck(inputs, inner, stride if number == 0 else 1))
             inputs = 4 * inner
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
-
-
-def residual_net(channels: int = 64, blocks: int = 4) -> nn.Module:
-    body = [Residual(channels) for _ in range(blocks)]
-    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
-    return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), *body, *head)
 
 
 def plain_conv() -> nn.Module:
@@ -215,37 +190,13 @@ def t5() -> nn.Module:
 # ---- Data and losses ----
 
 
-def vectors(width: int, classes: int = 10) -> Few:
-    return Few([(torch.randn(width), torch.tensor(number % classes)) for number in range(16)])
-
-
-def images(side: int, classes: int = 10) -> Few:
-    return Few([(torch.randn(3, side, side), torch.tensor(number % classes)) for number in range(16)])
-
-
-def texts(length: int, words: int = WORDS) -> Few:
-    rows = [torch.randint(1, words, (length + 1,)) for _ in range(16)]
-    return Few([(row[:-1], row[1:]) for row in rows])
-
-
 def inputs(length: int) -> Few:
     rows = [torch.randint(5, WORDS, (length,)) for _ in range(16)]
-    return Few([{"input_ids": row, "labels": row} for row in rows])
-
-
-def ragged(longest: int) -> Few:
-    rows = [torch.randint(1, WORDS, (longest * (16 + number) // 31 + 1,)) for number in range(16)]
-    return Few([(row[:-1], row[1:]) for row in rows])
+    return Few([{"input_ids": row, "labels": row} for row in rows], 16)
 
 
 def series() -> Few:
-    return Few([(torch.randn(64 + 8 * number, 16), number % 4) for number in range(16)])
-
-
-def pad(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    pad_rows = partial(nn.utils.rnn.pad_sequence, batch_first=True)
-    ids, targets = zip(*samples, strict=True)
-    return [pad_rows(list(ids)), pad_rows(list(targets))]
+    return Few([(torch.randn(64 + 8 * number, 16), number % 4) for number in range(16)], 16)
 
 
 def pack(samples: list[tuple[Tensor, int]]) -> tuple[Any, Tensor]:
@@ -254,7 +205,7 @@ def pack(samples: list[tuple[Tensor, int]]) -> tuple[Any, Tensor]:
 
 
 def next_token(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=0)
+    return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -273,26 +224,23 @@ def one_by_one(params: Any, learning_rate: float) -> torch.optim.Optimizer:
 
 
 def case(
-    model: Callable[[], nn.Module],
-    data: Callable[[], Few],
+    model: Make,
+    data: Make,
     budgets_mib: tuple[int, int],
-    loss: Callable[..., Any] = classify,
+    loss: Make = classify,
     *,
-    optimizer: Callable[..., torch.optim.Optimizer] = adamw,
     precision: str = "bf16",
     **fields: Any,
 ) -> Case:
-    def make() -> Workload:
-        torch.manual_seed(0)
-        return Workload(
-            model=model, train_data=data(), loss=loss, optimizer=optimizer, learning_rate=1e-4, **fields
-        )
-
+    many = lambda: Few(data().samples, SAMPLES)  # noqa: E731
+    make = workload(model, many, loss, learning_rate=1e-4, **fields)
     return Case(make, budgets_mib, {"precision": precision})
 
 
-text = partial(texts, 256)
+text = partial(texts, 256, words=WORDS)
+uneven = partial(texts, *(256 * (16 + number) // 31 for number in range(16)), words=WORDS)
 decoder = partial(Decoder, 512, 8, 8)
+lstm = partial(Lstm, 256, 512, 2, vocabulary=WORDS)
 length = {"size_of": lambda sample: len(sample[0])}
 gpt_124m = partial(Decoder, 768, 12, 12, words=50257, length=512)
 MIB = {"gpt": (1500, 4096), "residual": (400, 1200)}
@@ -305,8 +253,8 @@ CASES: dict[str, Case] = {
     "experts": case(partial(Experts, 512, 16), partial(vectors, 512), (200, 500)),
     "contrastive": case(mlp(1024, 4, 512), partial(vectors, 512), (300, 900), contrast),
     "conv": case(plain_conv, partial(images, 32), (300, 900)),
-    "residual": case(residual_net, partial(images, 32), MIB["residual"]),
-    "residual-fp16": case(residual_net, partial(images, 32), MIB["residual"], **FP16),
+    "residual": case(partial(resnet, 64, 4), partial(images, 32), MIB["residual"]),
+    "residual-fp16": case(partial(resnet, 64, 4), partial(images, 32), MIB["residual"], **FP16),
     "resnet-50": case(resnet50, partial(images, 224, 1000), (3072, 8192)),
     "u-net": case(partial(UNet, 32), partial(images, 128), (800, 24576), reconstruct),
     "autoencoder": case(autoencoder, partial(images, 64), (400, 1500), reconstruct, **FP32),
@@ -316,10 +264,10 @@ CASES: dict[str, Case] = {
     "gpt-one-by-one-fp32": case(decoder, text, MIB["gpt"], next_token, optimizer=one_by_one, **FP32),
     "gpt-fp16": case(decoder, text, MIB["gpt"], next_token, **FP16),
     "gpt-checkpointed": case(partial(decoder, recompute=True), text, (1200, 3000), next_token),
-    "gpt-ragged": case(decoder, partial(ragged, 256), MIB["gpt"], next_token, collate=pad, **length),
-    "gpt-124m": case(gpt_124m, partial(texts, 512, 50257), (6144, 16384), next_token),
-    "encoder-masked": case(MaskedEncoder, text, (700, 2000), next_token),
-    "lstm": case(Recurrent, partial(texts, 64), (500, 1500), next_token),
+    "gpt-ragged": case(decoder, uneven, MIB["gpt"], next_token, collate=pad, **length),
+    "gpt-124m": case(gpt_124m, partial(texts, 512, words=50257), (6144, 16384), next_token),
+    "encoder-masked": case(MaskedEncoder, partial(texts, 256, words=64), (700, 2000), next_token),
+    "lstm": case(lstm, partial(texts, 64, words=WORDS), (500, 1500), next_token),
     "packed-lstm": case(PackedLstm, series, (160, 400), collate=pack, **length, **FP32),
     "llama": case(llama, partial(inputs, 256), (700, 3000), own_loss),
     "bert": case(bert, partial(inputs, 128), (500, 2000), own_loss),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,7 +17,6 @@ from autobatch.core.options import Options
 from autobatch.device.base import Device
 from autobatch.rehearsal.setup import Setup, open_setup
 from benchmarks.plain_loop import STEPS, costliest, train
-from benchmarks.workloads import WORKLOADS, InMemory
 
 BUDGETS: dict[str, dict[str, tuple[str, str, str]]] = {
     "cpu": {
@@ -56,11 +55,6 @@ NEIGHBOURS = 8
 """Sizes on either side of an answer that also run on the simulated GPU, where memory need not be monotone."""
 
 
-def workload_of(name: str) -> Workload:
-    workload = WORKLOADS[name]()
-    return replace(workload, train_data=InMemory(workload.train_data))
-
-
 @dataclass
 class Limit:
     """One limit, and the sizes that fit under it; each size runs once."""
@@ -83,22 +77,22 @@ class Limit:
             self.known[size] = all(trains(self.workload, setup.device, size, steps) for steps in STEPS)
         return self.known[size]
 
-    def true(self, setup: Setup, *around: int) -> int:
-        """Return the largest size that fits, by bisection and by running all sizes near the answers."""
+    def true(self, setup: Setup, answer: int) -> int:
+        """Return the largest size that fits, by bisection and by running all sizes near both answers."""
         found = bisected(lambda size: self.fits(setup, size), self.cap)
         if self.device != "cpu":
-            for answer in {found, *around}:
-                for size in range(max(1, answer - NEIGHBOURS), min(self.cap, answer + NEIGHBOURS) + 1):
+            for near in {found, answer}:
+                for size in range(max(1, near - NEIGHBOURS), min(self.cap, near + NEIGHBOURS) + 1):
                     self.fits(setup, size)
         return max((size for size, fits in self.known.items() if fits), default=0)
 
 
 class Answer(NamedTuple):
-    """The answer of a finder."""
+    """The answer of a search."""
 
     found: int
     runs: int
-    ooms: int
+    errors: int
     seconds: float
 
 
@@ -111,9 +105,7 @@ def by_autobatch(limit: Limit) -> Answer:
             probe = autobatch.probe(limit.workload, progress=False, **given)
         except autobatch.DoesNotFitError:
             return Answer(0, 1, 1, time.perf_counter() - start)
-    # Of the most expensive samples alone, as for every finder; those of the run may let more fit.
-    found = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
-    return Answer(found, len(probe.attempts), probe.oom_count, time.perf_counter() - start)
+    return Answer(probe.micro_batch, len(probe.attempts), probe.oom_count, time.perf_counter() - start)
 
 
 def bisected(fits, cap: int) -> int:
