@@ -187,9 +187,6 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, **ids, **sizes))
 
 
-# ---- Data and losses ----
-
-
 def inputs(length: int) -> Few:
     rows = [torch.randint(5, WORDS, (length,)) for _ in range(16)]
     return Few([{"input_ids": row, "labels": row} for row in rows], 16)
@@ -210,9 +207,6 @@ def next_token(model: nn.Module, batch: Any) -> Tensor:
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
     return model(**batch).loss
-
-
-# ---- The cases ----
 
 
 def fused(params: Any, learning_rate: float) -> torch.optim.Optimizer:

@@ -2,11 +2,11 @@
 
     python -m benchmarks.probe.run [--only gpt lstm] [--save]
 
-It takes about five minutes on two idle cores. The loop runs under the meter of the device: on ``cpu`` it counts
-the bytes of tensors against the budget, on ``sim:t4`` they go through a model of CUDA's caching allocator.
-Batches count after collation. The truth is the largest size at which the loop runs (doubling, then bisection).
-On ``sim:t4``, where memory need not be monotone, every size near the answers runs as well. A search that ends
-at the nearest boundary can be under 1 there.
+It takes about five minutes on two idle cores. The loop runs under the meter of the device: on ``cpu`` it
+counts the bytes of tensors against the budget, on ``sim:t4`` they go through a model of CUDA's caching
+allocator. Batches count after collation. The truth is the largest size at which the loop runs (doubling, then
+bisection). On ``sim:t4``, where memory need not be monotone, every size near the answers runs as well. A
+search that ends at the nearest boundary can be under 1 there.
 """
 
 from __future__ import annotations
@@ -51,16 +51,13 @@ def measure_limit(name: str, limit: Limit) -> dict[str, Any]:
     is_exact = fits and (answer.found >= limit.cap or not limit.fits(setup, answer.found + 1))
     row = {"workload": name, "device": limit.device, "budget": limit.budget, "true": true}
     print(*row.values(), "found", answer.found, flush=True)
-    return {**row, **answer._asdict(), "exact": is_exact}
+    return {**row, **answer._asdict(), "exact": ("**no**", "yes")[is_exact]}
 
 
 def table(limits: list[dict[str, Any]]) -> str:
     """Return the limits by device, and every limit."""
     names = ("workload", "device", "budget", "true", "found", "runs", "errors", "exact")
-    every = [
-        [row[name] if name != "exact" else "yes" if row[name] else "**no**" for name in names]
-        for row in limits
-    ]
+    every = [[row[name] for name in names] for row in limits]
     return f"{markdown(HEAD, [summary(device, limits) for device in BUDGETS])}\n{markdown(names, every)}"
 
 
@@ -73,7 +70,7 @@ def summary(device: str, limits: list[dict[str, Any]]) -> list[str]:
     return [
         device,
         str(len(rows)),
-        str(sum(row["exact"] for row in rows)),
+        str(sum(row["exact"] == "yes" for row in rows)),
         f"{shares[0]:.3f} … {shares[-1]:.3f}, {median(shares):.3f}",
         *(f"{median(values):.3g}, {max(values):.3g}" for values in columns),
     ]

@@ -1,20 +1,17 @@
-"""Ranks that are killed, stopped or hang, at any instant of a training, and hosts that are cut off.
+"""Ranks that are killed, stopped or hang, at any instant of a training.
 
     python -m benchmarks.ranks.silence [--ranks 3] [--tries 10] [--timeout 5] [--kinds kill stop hang]
-    python -m benchmarks.ranks.silence --hosts --kinds kill stop cut loss
 
 Each try disturbs one run in one way, and the next one resumes it:
 
     kill      SIGKILL to a random rank                  save      a save of rank 0 that takes three timeouts
     stop      SIGSTOP to a random rank                  lonely    SIGSTOP to rank 0 in such a save
     hang      the main thread of a random rank          term      SIGTERM to the launcher
-    launcher  SIGKILL to a random launcher              cut       the link between two hosts
-    loss      SIGKILL to all processes of a host
+    launcher  SIGKILL to the launcher
 
 Printed are, for each try, the seconds until the ranks that nothing disturbed were gone, and until a disturbed
 one was, whether a line named it, and whether a checkpoint was lost; then a table of them by kind. At the end,
-the weights of the run are compared with those of an undisturbed run, bit for bit. Two hosts are network
-namespaces, and need root.
+the weights of the run are compared with those of an undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,16 +25,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import arguments, markdown
-from tests.support.hosts import INTERFACE, torchrun, two_hosts
 
 STEPS_OF_TRY, CHECKPOINT_EVERY = 200, 5
 UNDISTURBED_S, STOPPED_S = 10, 40
 """Seconds after the timeout."""
+OF_RANK = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "lonely": signal.SIGSTOP}
+OF_LAUNCHER = {"term": signal.SIGTERM, "launcher": signal.SIGKILL}
 WORKLOAD = """
 import os, pathlib, time, torch
 from torch.nn.functional import cross_entropy
@@ -77,24 +74,17 @@ def workload():
 
 
 class Run:
-    """One training in a folder, which is disturbed again and again.
+    """One training in an empty folder, which is disturbed again and again."""
 
-    Args:
-        folder: empty.
-        steps: of the training.
-        ranks: their number.
-        timeout_s: its ``--collective-timeout``.
-        hosts: on which it runs; None for this machine.
-    """
-
-    def __init__(self, folder: Path, steps: int, ranks: int, timeout_s: float, hosts: Any) -> None:
+    def __init__(self, folder: Path, steps: int, ranks: int, timeout_s: float) -> None:
         folder.mkdir()
         (folder / "work.py").write_text(WORKLOAD.replace("TIMEOUT", str(timeout_s)))
-        self.folder, self.ranks, self.timeout_s, self.hosts = folder, ranks, timeout_s, hosts
-        self._words = [
-            *("-m", "autobatch", "fit", "work.py", "--out", "run", "--target-batch", "14", "--trials", "0"),
-            *("--memory-budget", "1GiB", "--max-micro-batch", "4", "--validate-every", "50"),
-            *("--checkpoint-every", str(CHECKPOINT_EVERY), "--steps", str(steps)),
+        self.folder, self.ranks, self.timeout_s = folder, ranks, timeout_s
+        self._said = folder / "said"
+        self._command = [
+            *(sys.executable, "-m", "autobatch", "fit", "work.py", "--out", "run", "--target-batch", "14"),
+            *("--trials", "0", "--memory-budget", "1GiB", "--max-micro-batch", "4", "--validate-every", "50"),
+            *("--checkpoint-every", str(CHECKPOINT_EVERY), "--steps", str(steps), "--ranks", str(ranks)),
             *("--collective-timeout", f"{timeout_s:g}"),
         ]
         root = str(Path(__file__).parents[2])
@@ -107,28 +97,20 @@ class Run:
         found = (self.folder / "run" / "checkpoints").glob("step-" + "[0-9]" * 8)
         return max((int(path.name[5:]) for path in found), default=0)
 
-    def start(self) -> list[subprocess.Popen[str]]:
-        """Start or resume the run, and return its launchers."""
-        for pattern in ("pid-*", "hang-*", "*.err", "saving", "slow-save"):
+    def start(self) -> subprocess.Popen[str]:
+        """Start or resume the run, and return its launcher."""
+        for pattern in ("pid-*", "hang-*", "saving", "slow-save"):
             for path in self.folder.glob(pattern):
                 path.unlink()
-        words = [*self._words, *(["--resume"] if self.newest else [])]
-        if self.hosts is not None:
-            environ = {**self._environ, "GLOO_SOCKET_IFNAME": INTERFACE}
-            return [self.hosts.start(host, torchrun(*words), self.folder, environ) for host in range(2)]
-        command = [sys.executable, *words, "--ranks", str(self.ranks)]
-        with (self.folder / "host0.err").open("w") as err:
-            where = {"cwd": self.folder, "env": self._environ, "stdout": err, "stderr": err}
-            return [subprocess.Popen(command, text=True, **where)]
-
-    def said(self) -> str:
-        """Return what the processes have printed."""
-        return "".join(path.read_text() for path in sorted(self.folder.glob("host*.*")))
+        words = [*self._command, *(["--resume"] if self.newest else [])]
+        with self._said.open("w") as said:
+            where = {"cwd": self.folder, "env": self._environ, "stdout": said, "stderr": said}
+            return subprocess.Popen(words, text=True, **where)
 
     def disturb(self, kind: str, draw: random.Random) -> dict[str, Any]:
         """Disturb the run once, and return what was seen."""
         (self.folder / "slow").touch()
-        before, launchers = self.newest, self.start()
+        before, launcher = self.newest, self.start()
         pids = [self.folder / f"pid-{rank}" for rank in range(self.ranks)]
 
         def trains() -> bool:
@@ -137,31 +119,24 @@ class Run:
         try:
             wait_for(trains, 120)
         except TimeoutError:
-            raise RuntimeError(self.said()[-3000:]) from None
+            raise RuntimeError(self._said.read_text()[-3000:]) from None
         of_rank = [int(path.read_text()) for path in pids]
         time.sleep(draw.uniform(0, 1))
-        target, acknowledged, host = draw.randrange(self.ranks), self.newest, draw.randrange(len(launchers))
+        target, acknowledged = draw.randrange(self.ranks), self.newest
         if kind in ("save", "lonely"):
             target = 0
             (self.folder / "slow-save").touch()
             wait_for((self.folder / "saving").exists, 60)
         since = time.monotonic()
-        if kind in (signals := {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "lonely": signal.SIGSTOP}):
-            os.kill(of_rank[target], signals[kind])
-        elif kind == "hang":
+        if kind == "hang":
             (self.folder / f"hang-{target}").touch()
-        elif kind == "term":
-            launchers[host].terminate()
-        elif kind == "launcher":
-            launchers[host].kill()
-        elif kind == "cut" and self.hosts is not None:
-            self.hosts.cut()
-        elif kind == "loss" and self.hosts is not None:
-            target = host
-            self.hosts.kill(host)
-        if kind == "save":
+        elif kind == "save":
             wait_for(lambda: self.newest > acknowledged + 2 * CHECKPOINT_EVERY, 4 * self.timeout_s + 60)
-            launchers[host].terminate()
+            launcher.terminate()
+        elif kind in OF_LAUNCHER:
+            launcher.send_signal(OF_LAUNCHER[kind])
+        else:
+            os.kill(of_rank[target], OF_RANK[kind])
         gone: dict[int, float] = {}
         while len(gone) < self.ranks and time.monotonic() - since < self.timeout_s + 4 * STOPPED_S:
             for rank, pid in enumerate(of_rank):
@@ -171,19 +146,18 @@ class Run:
         for pid in of_rank:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-        if self.hosts is not None:
-            self.hosts.heal()
-            for number in range(2):
-                self.hosts.kill(number)
-        for launcher in launchers:
-            launcher.wait(60)
-        disturbed = {target} if kind in ("kill", "stop", "hang", "lonely", "loss") else set[int]()
-        lines = [line for line in self.said().splitlines() if line.startswith("autobatch: ")]
+        launcher.wait(60)
+        disturbed = {target} if kind in ("hang", *OF_RANK) else set[int]()
+        lines = [line for line in self._said.read_text().splitlines() if line.startswith("autobatch: ")]
+        undisturbed_s = max(gone.get(rank, 999.0) for rank in range(self.ranks) if rank not in disturbed)
+        disturbed_s = max((gone.get(rank, 999.0) for rank in disturbed), default=0.0)
+        is_late = undisturbed_s > self.timeout_s + UNDISTURBED_S or disturbed_s > self.timeout_s + STOPPED_S
         return {
             "kind": kind,
             "ranks": self.ranks,
-            "undisturbed_s": max(gone.get(r, 999.0) for r in range(self.ranks) if r not in disturbed),
-            "disturbed_s": max((gone.get(rank, 999.0) for rank in disturbed), default=None),
+            "undisturbed_s": undisturbed_s,
+            "disturbed_s": disturbed_s if disturbed else None,
+            "late": is_late and kind != "save",
             "not_named": bool(disturbed) and not any(f"rank {target}" in line for line in lines),
             "lost": self.newest < acknowledged,
             "load": round(os.getloadavg()[0], 1),
@@ -193,8 +167,7 @@ class Run:
     def finish(self) -> bytes:
         """Let the run end undisturbed, and return its weights."""
         (self.folder / "slow").unlink(missing_ok=True)
-        codes = [launcher.wait(900) for launcher in self.start()]
-        assert not any(codes), self.said()[-3000:]
+        assert self.start().wait(900) == 0, self._said.read_text()[-3000:]
         return (self.folder / "run" / "model.safetensors").read_bytes()
 
 
@@ -230,27 +203,22 @@ def table(tries: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Disturb a run as often as asked, and return 1 if something did not hold."""
-    kinds = ["kill", "stop", "hang", "save", "lonely", "term", "launcher", "cut", "loss"]
-    given = arguments(__doc__, ranks=2, tries=10, timeout=5.0, kinds=kinds, seed=1, hosts=False)
+    kinds = [*OF_RANK, "hang", "save", *OF_LAUNCHER]
+    given = arguments(__doc__, ranks=2, tries=10, timeout=5.0, kinds=kinds, seed=1)
     kinds = [kind for kind in given.kinds for _ in range(given.tries)]
-    ranks, draw, tries = 2 if given.hosts else given.ranks, random.Random(given.seed), list[dict[str, Any]]()
-    steps = STEPS_OF_TRY * (len(kinds) + 1)
-    with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
-        hosts = opened.enter_context(two_hosts()) if given.hosts else None
-        run = Run(Path(name, "run"), steps, ranks, given.timeout, hosts)
+    draw, tries, steps = random.Random(given.seed), [], STEPS_OF_TRY * (len(kinds) + 1)
+    with tempfile.TemporaryDirectory() as name:
+        run, whole = (
+            Run(Path(name, folder), steps, given.ranks, given.timeout) for folder in ("run", "whole")
+        )
         for kind in kinds:
-            seen = run.disturb(kind, draw)
-            limit_s = given.timeout + UNDISTURBED_S
-            late = (seen["undisturbed_s"] or 0) > limit_s
-            late |= not given.hosts and (seen["disturbed_s"] or 0) > given.timeout + STOPPED_S
-            tries.append({**seen, "late": late and kind != "save"})
+            tries.append(run.disturb(kind, draw))
             print(json.dumps(tries[-1]), flush=True)
         print(table(tries), flush=True)
-        weights = run.finish()
-        whole = Run(Path(name, "whole"), steps, ranks, given.timeout, hosts).finish()
+        is_same = run.finish() == whole.finish()
     failed = sum(seen["late"] or seen["lost"] or seen["not_named"] for seen in tries)
-    print(json.dumps({"failed": failed, "same bits": weights == whole}))
-    return int(failed > 0 or weights != whole)
+    print(json.dumps({"failed": failed, "same bits": is_same}))
+    return int(failed > 0 or not is_same)
 
 
 if __name__ == "__main__":

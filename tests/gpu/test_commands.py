@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from autobatch.core.units import MiB
-from tests.support.kernels import only_stub
+from tests.support.kernels import needs_kernels, only_stub
+from tests.support.training import apart
 
 pytestmark = pytest.mark.gpu
 WITHIN = ("--device", "cuda", "--memory-budget", "200MiB")
@@ -65,6 +67,16 @@ def test_a_second_fit_takes_the_saved_limit_and_confirms_it(on_gpu) -> None:
     assert len(second.json["probe"]["attempts"]) == 1
     assert second.json["training"]["optimizer_steps"] == 2
     assert second.json["device"]["other_processes_bytes"] == 0
+
+
+@needs_kernels
+def test_a_fit_has_the_weights_of_the_cpu(on_gpu, tmp_path: Path) -> None:
+    words = ("--trials", 0, "--target-batch", 64, "--max-micro-batch", 24, "--steps", 3)
+    for device in ("cpu", "cuda"):
+        done = on_gpu("fit", "train.py", "--device", device, *words, "--out", device)
+        assert done.code == 0, done.err
+    expected, found = (load_file(tmp_path / device / "model.safetensors") for device in ("cpu", "cuda"))
+    assert all(apart(found[name], expected[name]) < 1e-3 for name in expected), "a step moves them by 0.1"
 
 
 def test_plan_and_tune(on_gpu) -> None:

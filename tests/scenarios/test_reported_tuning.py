@@ -16,8 +16,6 @@ from torch.utils.data import TensorDataset
 
 import autobatch
 from tests.support.probes import work
-from tests.support.python_gpu import python_gpu
-from tests.support.rank_server import RankServer
 
 INPUTS = torch.linspace(-1, 1, 32).view(2, 16)
 TARGETS = torch.tensor([[0.3], [0.7]])
@@ -98,19 +96,9 @@ def test_a_faster_precision_is_offered_by_the_lower_bound_of_its_interval() -> N
     assert 1 < said < SLOWDOWN
 
 
-def precisions_on_a_gpu() -> dict[str, str]:
-    """Return the precision of a plan on a GPU that computes in bf16, unasked and asked."""
-    torch.set_num_threads(1)
-    options = {**OPTIONS, "device": "cuda", "memory_budget": 4 * 2**20}
-    del options["trials"]
-    with python_gpu():
-        asked = {"unasked": {}, "bf16": {"precision": "bf16"}}
-        return {name: autobatch.plan(workload(), **options, **more).precision for name, more in asked.items()}
-
-
+@pytest.mark.parametrize(("asked", "expected"), [({}, "fp32"), ({"precision": "bf16"}, "bf16")])
 def test_the_precision_on_a_gpu_is_fp32_unless_another_is_asked_for(
-    server: RankServer, own_home: Path
+    asked: dict[str, Any], expected: str
 ) -> None:
-    environ = {"AUTOBATCH_HOME": str(own_home)}
-    (found,) = server.values(precisions_on_a_gpu, world=1, environ=environ, seconds=60)
-    assert found == {"unasked": "fp32", "bf16": "bf16"}
+    gpu = {"target_batch": 2, "max_micro_batch": 1, "device": "sim:h100-80gb"}
+    assert autobatch.plan(workload(), **gpu, **asked).precision == expected
