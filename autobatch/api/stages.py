@@ -191,7 +191,7 @@ def _limit(run: Run, samples: int | None) -> Limit:
 
 def _memory_of(limit: Limit, info: SetupInfo) -> tuple[list[PredictedPoint], MemoryCurve | None]:
     """Return predicted peaks around a limit, and the memory over a step of the run at it; None if unknown."""
-    unlimited = partial(new_allocator, info, capped=False, falls=limit.falls)
+    unlimited = partial(new_allocator, info, capped=False)
     ran = max((attempt.micro_batch for attempt in limit.probe.attempts if attempt.fits), default=1)
     has_phases = limit.trace is not None and limit.trace.marks
     curve = memory_curve(limit.trace, ran, unlimited()) if limit.trace is not None and has_phases else None

@@ -77,6 +77,7 @@ class CudaDevice(Device):
             self._index, self._uuid = index, str(gpu.uuid)
             before = nvml.read_gpu(self._uuid)
             torch.cuda.synchronize(index)
+            self._falls = cuda_allocator.TAKES_LOWEST and cuda_allocator.segments_fall(index)
         after = nvml.read_gpu(self._uuid)
         self._held_bytes: int | None = None
         """What the process held when the session began; None outside of sessions."""
@@ -105,8 +106,7 @@ class CudaDevice(Device):
         held_bytes = self._held_bytes
         return AllocatorConfig(
             expandable_segments="expandable_segments:true" in cuda_allocator.allocator_options(os.environ),
-            # From 2.13 on, the oldest of equal segments comes first, wherever the driver has put it.
-            falls=None if torch.__version__ < "2.13" else False,
+            falls=self._falls,
             held_bytes=torch.cuda.memory_allocated(self._index) if held_bytes is None else held_bytes,
             retries=False,
         )

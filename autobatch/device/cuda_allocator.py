@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.base import SilentMeter
@@ -35,6 +36,9 @@ _UNMODELLED = (
     "max_non_split_rounding_mb",
 )
 """Options that change where the allocator puts blocks (c10/core/AllocatorConfig.h, torch 2.13)."""
+TAKES_LOWEST = torch.__version__ < "2.13"
+"""True if the lowest of equal blocks comes first, so that the order of the driver's segments counts. From
+2.13 on, it is that of the oldest segment, wherever the driver has put it."""
 
 
 @contextmanager
@@ -60,6 +64,15 @@ def fraction_of(limit_bytes: int, total_bytes: int) -> float:
     while fraction < 1.0 and int(fraction * total_bytes) < limit_bytes:
         fraction = math.nextafter(fraction, 1.0)
     return fraction
+
+
+def segments_fall(index: int) -> bool:
+    """Return whether the driver puts each new segment below those before it; three of 20 MiB tell."""
+    made = [torch.empty(20 * MiB, dtype=torch.uint8, device=f"cuda:{index}") for _ in range(3)]
+    addresses = [tensor.data_ptr() for tensor in made]
+    del made
+    torch.cuda.empty_cache()
+    return addresses == sorted(addresses, reverse=True)
 
 
 def allocator_options(environ: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from autobatch.core.errors import InputError
 from autobatch.core.text import error_text
+from autobatch.device.allocator.caching import AllocatorConfig, Block, CachingAllocator
 from autobatch.device.allocator.trace import FREE, Trace
 
 Entry = Mapping[str, Any]
@@ -47,6 +48,21 @@ class OutOfMemory(NamedTuple):
     """The largest free block of the allocator; None if the recording went on."""
 
 
+class OnPools(CachingAllocator):
+    """A model of the allocator that is asked for blocks in their order, each of its own stream and pool."""
+
+    def __init__(
+        self, limit: int | None, pools: Sequence[int] = (), *, expandable: bool = False, falls: bool = False
+    ) -> None:
+        config = AllocatorConfig(expandable_segments=expandable, falls=falls, retries=False)
+        super().__init__(limit, config)
+        self._pool_of_next = iter(pools)
+
+    def malloc(self, size: int, stream: int | None = None) -> Block | None:
+        """Take the bytes of the next block, in its own pool."""
+        return super().malloc(size, next(self._pool_of_next, 0) if stream is None else stream)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """The events of one GPU's allocator."""
@@ -65,6 +81,8 @@ class Recording:
     private_bytes: int
     """Bytes in pools of CUDA graphs at the end."""
     is_expandable: bool
+    falls: bool
+    """The driver put each new segment below those before it."""
     settings: str
     """``PYTORCH_ALLOC_CONF`` of the program, empty if unknown."""
     refused: OutOfMemory | None
@@ -127,6 +145,7 @@ def read_recordings(path: Path) -> list[Recording]:
 
 def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings: str) -> Recording:
     """Read the events of one GPU."""
+    made = [entry["addr"] for entry in entries if entry["action"] == "segment_alloc"]
     signed = (GROWS.get(entry["action"], 0) * entry["size"] for entry in entries if "size" in entry)
     reserved = peak = sum(segment["total_size"] for segment in segments) - sum(signed)
     numbers: dict[int, int] = {}
@@ -183,6 +202,7 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
         older=(len(older), sum(size for _, size in older)),
         private_bytes=sum(segment["total_size"] for segment in private),
         is_expandable=any(segment.get("is_expandable") for segment in segments),
+        falls=len(made) > 1 and made == sorted(made, reverse=True),
         settings=settings,
         refused=refused,
     )

@@ -24,12 +24,12 @@ from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Recorded, RecordedFit, Refusal
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.caching import AllocatorConfig, Block, CachingAllocator
+from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.device.cuda_allocator import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
-from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
+from autobatch.device.snapshot_file import OnPools, OutOfMemory, Recording, Stack, read_recordings
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import need, with_remedies
 from autobatch.estimates.footprints import MARGIN, Footprint
@@ -51,21 +51,6 @@ NOTED_SHARE = 0.01
 _SIZED = re.compile(r"([1-9][0-9]{0,8})=(.+)", re.DOTALL)
 LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<frozen", "<string>", "?")
 """Parts of the names of files that are not the user's own."""
-
-
-class OnPools(CachingAllocator):
-    """A model of the allocator that is asked for blocks in their order, each of its own stream and pool."""
-
-    def __init__(
-        self, limit: int | None, pools: Sequence[int], *, expandable: bool, falls: bool = False
-    ) -> None:
-        config = AllocatorConfig(expandable_segments=expandable, falls=falls, retries=False)
-        super().__init__(limit, config)
-        self._pool_of_next = iter(pools)
-
-    def malloc(self, size: int, stream: int | None = None) -> Block | None:
-        """Take the bytes of the next block, in its own pool."""
-        return super().malloc(size, next(self._pool_of_next, 0) if stream is None else stream)
 
 
 def estimate_snapshots(options: Options) -> Estimates:

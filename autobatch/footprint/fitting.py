@@ -33,7 +33,7 @@ class Fitting:
     """
 
     def __init__(self, orders: Sequence[Program], new_allocator: Callable[[], Allocator]) -> None:
-        self._orders = orders
+        self.orders = orders
         self._new_allocator = new_allocator
         allocator = new_allocator()
         self._limit = allocator.limit
@@ -50,7 +50,7 @@ class Fitting:
         if m not in self._known:
             self._known[m] = self._may_fit(m) and (
                 self._only_counts
-                or all(replay(program.at(m), self._new_allocator()).fits for program in self._orders)
+                or all(replay(program.at(m), self._new_allocator()).fits for program in self.orders)
             )
         return self._known[m]
 
@@ -70,7 +70,7 @@ class Fitting:
         bound = largest(lambda n: self._may_fit(n * multiple), high // 2, min(high, most + 1))
         if self._only_counts:
             return bound * multiple
-        events = sum(len(program.events) for program in self._orders)
+        events = sum(len(program.events) for program in self.orders)
         single = max(0, bound - SCANNED_EVENTS // max(1, events))
         size, above = bound, bound + 1
         while size and not self.fits(size * multiple):

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,10 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, DeviceRecord, LimitedBy
 from autobatch.core.units import format_bytes
-from autobatch.device.cuda_allocator import allocator_options, fraction_of
+from autobatch.device.cuda_allocator import TAKES_LOWEST, allocator_options, fraction_of
 from autobatch.device.select import open_device
-from autobatch.device.snapshot_file import Recording, read_recordings
+from autobatch.device.snapshot_file import OnPools, Recording, read_recordings
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.snapshots import OnPools
 from autobatch.integrations.record import recorded
 from autobatch.planning import equal_plan, even_split_note
 from autobatch.rehearsal.attempt import Outcome
@@ -168,11 +166,13 @@ class Runner:
         raised = [line for line in lines if EXCEPTION.match(line)]
         return code, " | ".join(raised[-1:] or lines[-3:]) or "nothing"
 
-    def new_allocator(self, *, falls: bool = False) -> OnPools:
-        """Return an empty model of the allocator, limited to the budget; see `find_largest` for ``falls``."""
-        known = self.recording
-        pools, is_expandable = ((), False) if known is None else (known.pools, known.is_expandable)
-        return OnPools(self.device.budget_bytes, pools, expandable=is_expandable, falls=falls)
+    def new_allocator(self) -> OnPools:
+        """Return an empty model of the allocator, limited to the budget."""
+        budget, known = self.device.budget_bytes, self.recording
+        if known is None:
+            return OnPools(budget)
+        falls = TAKES_LOWEST and known.falls
+        return OnPools(budget, known.pools, expandable=known.is_expandable, falls=falls)
 
 
 def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
@@ -223,7 +223,6 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         runner.run,
         caps,
         runner.new_allocator,
-        falling=partial(runner.new_allocator, falls=True),
         multiple=multiple,
         known=recall(key, home),
     )

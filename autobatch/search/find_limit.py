@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import LimitedBy, Probe
@@ -23,8 +22,6 @@ from autobatch.search.probe import FIRST, Limit, find_largest
 from autobatch.search.saved import keep, recall
 from autobatch.workload.user_code import describe
 
-MULTIPLE = 8
-"""Number of samples whose multiples may run where others fail for another reason than memory."""
 STATE_COPIES = 4
 """Weights, gradients, and two states of each weight, as Adam has them."""
 
@@ -44,71 +41,80 @@ def find_limit(
     Raises:
         DoesNotFitError: not even a micro-batch of 1 fits, or the one that was asked for does not.
     """
-    info, asked, multiple = process.info, options.micro_batch, options.micro_batch_multiple
+    info, asked = process.info, options.micro_batch
     progress.opened(info.device)
     for line in info.notes:
         progress.note(line)
+    progress.doing("looking for what fits")
+    if asked is None:
+        limit = _largest(process, options, share, home, progress)
+    else:
+        outcome = run_attempt(process, asked, progress)
+        if not outcome.attempt.fits:
+            raise outcome.error or nothing_fits(process, outcome)
+        probe = Probe(
+            micro_batch=asked,
+            limited_by="max_micro_batch",
+            upper_bound_by="cap",
+            predicted_micro_batch=None,
+            oom_count=0,
+            attempts=[outcome.attempt],
+            source="asked",
+        )
+        limit = Limit(probe, trace=outcome.trace)
+    probe = msgspec.structs.replace(limit.probe, precision=info.precision)
+    progress.probed(probe)
+    file = keep(probe, limit.programs, info.key, home=home, progress=progress) if asked is None else None
+    limit = limit._replace(probe=probe, file=file, planned=probe.micro_batch)
+    return limit if share is None else limit_of_plan(process, limit, share, options.seed, progress)
+
+
+def _largest(
+    process: SetupProcess, options: Options, share: int | None, home: Path, progress: Progress
+) -> Limit:
+    """Find the largest micro-batch that fits; see `find_limit`."""
+    info = process.info
+    known = recall(info.key, home)
     most: dict[LimitedBy, int | None] = {
         "target_batch": options.target_batch if share is None else share,
         "max_micro_batch": options.max_micro_batch,
         "dataset": info.samples,
     }
-    if asked is not None:
-        most = {"max_micro_batch": asked}
-    known = None if asked is not None else recall(info.key, home)
-    progress.doing("looking for what fits")
-    tried: dict[int, Outcome] = {}
+    outcomes: dict[int, Outcome] = {}
 
     def run(size: int) -> Outcome:
-        tried[size] = outcome = run_attempt(process, size, progress)
-        if asked is not None and not outcome.attempt.fits:
-            raise outcome.error or nothing_fits(process, outcome)
+        outcomes[size] = outcome = run_attempt(process, size, progress)
         return outcome
 
-    failure: Exception | None = None
-    is_order_unknown = info.allocator is not None and info.allocator.falls is None
+    # An error of a large model costs a whole run.
     is_large = STATE_COPIES * info.model_bytes > info.device.budget_bytes / 2
+    failure: Exception | None = None
     try:
         limit = find_largest(
             run,
             {name: size for name, size in most.items() if size is not None},
             partial(new_allocator, info),
-            falling=partial(new_allocator, info, falls=True) if is_order_unknown else None,
-            multiple=multiple if asked is None else 1,
+            multiple=options.micro_batch_multiple,
             known=known,
-            # An error of a large model costs a whole run.
-            first=asked or (FIRST // 2 if is_large else FIRST),
+            first=FIRST // 2 if is_large else FIRST,
         )
     except Exception as error:
         failure = error
     if failure is not None:
-        refused = [outcome for _, outcome in sorted(tried.items()) if outcome.error is None]
+        refused = [outcome for _, outcome in sorted(outcomes.items()) if outcome.error is None]
         # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
-        if asked is None and min(tried, default=0) == 1 and refused:
+        if 1 in outcomes and refused:
             raise nothing_fits(process, refused[0], describe(failure)) from failure
-        is_larger = asked is None and tried and not refused and min(filter(None, most.values())) >= MULTIPLE
-        if is_larger and run_attempt(process, MULTIPLE, progress).attempt.fits:
-            sizes = ", ".join(map(str, sorted(tried)))
-            raise InputError(
-                f"micro-batches of {sizes} fail, and one of {MULTIPLE} runs: give --micro-batch-multiple "
-                f"{MULTIPLE}, or a smaller number whose multiples run. The first error: "
-                f"{failure if isinstance(failure, AutobatchError) else describe(failure)}"
-            ) from failure
         raise failure
-    probe = msgspec.structs.replace(limit.probe, precision=info.precision)
+    probe = limit.probe
     if not probe.micro_batch:
         if probe.stopped_by is not None:
             raise KeyboardInterrupt
-        raise nothing_fits(process, tried[min(tried)])
+        raise nothing_fits(process, outcomes[min(outcomes)])
     if known is not None and not probe.attempts[0].fits:
         progress.note(f"{probe.attempts[0].micro_batch} no longer fit, so the saved limit was probed again")
     note_next(probe, info.device.name, progress)
-    if asked is not None:
-        probe = msgspec.structs.replace(probe, source="asked")
-    progress.probed(probe)
-    file = keep(probe, limit.programs, info.key, home=home, progress=progress) if asked is None else None
-    limit = limit._replace(probe=probe, file=file, planned=probe.micro_batch)
-    return limit if share is None else limit_of_plan(process, limit, share, options.seed, progress)
+    return limit
 
 
 def note_next(probe: Probe, device: str, progress: Progress) -> None:

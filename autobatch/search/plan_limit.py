@@ -10,12 +10,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 
 import msgspec
 
-from autobatch.core.errors import AutobatchError
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, RealBatches
 from autobatch.footprint.fitting import Fitting
@@ -28,7 +28,6 @@ from autobatch.search.attempts import run_attempt
 from autobatch.search.probe import Limit
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of
 from autobatch.workload.split import Split
-from autobatch.workload.user_code import describe
 
 FIRST = 3
 """First batches of a run that are run, and as many of the heaviest ones."""
@@ -39,64 +38,48 @@ MOST_SAMPLES = 2**23
 
 
 def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, progress: Progress) -> Limit:
-    """Lower what a plan may ask for until the micro-batches of its batches fit.
-
-    Notes tell of a lower limit, of one that batches of the run do not survive either, and of a check that
-    failed.
+    """Lower what a plan may ask for until the micro-batches of its batches fit; a note tells of it.
 
     Args:
         process: holds the setup.
         limit: that of the longest samples.
         samples: samples of a batch that this rank takes.
         seed: of the order of the data.
-        progress: receives the attempts and the notes.
+        progress: receives the attempts and the note.
     """
     probe, info = limit.probe, process.info
     largest, multiple = probe.micro_batch, probe.multiple
     # An allocator without a cache does not fragment.
     if info.allocator is None or probe.stopped_by is not None:
         return limit
-    batches: list[GlobalBatch] = []
+    is_ragged, batches = info.largest_sample is not None, list[GlobalBatch]()
+    doubts = Fitting(limit.programs, partial(new_allocator, info))
+    if is_ragged:
+        progress.doing("running batches of the run")
+        batches = process.call("the choice of real batches", batches_to_run, samples, seed)
+    elif not _fits(doubts, largest):
+        return limit  # a replay that is wrong about the limit tells nothing about smaller sizes
     attempts: list[Attempt] = []
-    fitting = Fitting(limit.programs, partial(new_allocator, info, falls=limit.falls))
-    is_ragged = info.largest_sample is not None
 
     def why_not(size: int) -> str | None:
         """Return the reason why micro-batches of at most a size do not fit; None if they do."""
+        reason, sizes = None, {size}
         if is_ragged:
             split = Split(multiple=multiple)
             reason = process.call("a run of real batches", run_batches, batches, split, size)
-            doubted = [] if reason or size == largest else [size]
         else:
-            sizes = set(micro_batches(samples, size, multiple)) - {largest}
-            reason, doubted = None, sorted(other for other in sizes if not fitting.fits(other))
-        while doubted and reason is None:
-            attempts.append(run_attempt(process, doubted.pop(), progress).attempt)
-            reason = attempts[-1].reason
+            sizes = {each for each in micro_batches(samples, size, multiple) if not _fits(doubts, each)}
+        for each in sorted(sizes - {largest}, reverse=True):
+            if reason is None:
+                attempts.append(run_attempt(process, each, progress).attempt)
+                reason = attempts[-1].reason
         return reason
 
     parts = math.ceil(samples / largest)
-    splits = (multiple * math.ceil(samples / ((parts + more) * multiple)) for more in range(1, 1 + TRIES))
-    size, reason = largest, None
-    try:
-        if is_ragged:
-            progress.doing("running batches of the run")
-            batches = process.call("the choice of real batches", batches_to_run, samples, seed)
-        elif not limit.programs or not fitting.fits(largest):
-            return limit  # a replay that is wrong about the limit tells nothing about smaller sizes
-        for size in dict.fromkeys([largest, *splits]):
-            reason = why_not(size)
-            if reason is None:
-                break
-    except Untraceable:
-        return limit
-    except KeyboardInterrupt:
-        progress.note("interrupted: the limit was not checked against batches of the run")
-        return limit._replace(probe=msgspec.structs.replace(probe, stopped_by="interrupt"))
-    except Exception as error:
-        line = str(error) if isinstance(error, AutobatchError) else describe(error)
-        progress.note(f"the limit was not checked against batches of the run: {line}")
-        return limit
+    more = (multiple * math.ceil(samples / (part * multiple)) for part in range(parts + 1, parts + 1 + TRIES))
+    for size in dict.fromkeys([largest, *more]):
+        if (reason := why_not(size)) is None:
+            break
     if size < largest or reason is not None:
         progress.note(
             f"a micro-batch of {largest:,} fits alone, but many sizes fragment the memory: "
@@ -112,6 +95,12 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
         by = probe.upper_bound_by if size == largest else "run"
         probe = msgspec.structs.replace(probe, micro_batch=size, upper_bound_by=by, real_batches=real)
     return limit._replace(probe=probe, planned=size)
+
+
+def _fits(fitting: Fitting, size: int) -> bool:
+    with suppress(Untraceable):
+        return bool(fitting.orders) and fitting.fits(size)
+    return False
 
 
 def batches_to_run(setup: Setup, samples: int, seed: int) -> list[GlobalBatch]:

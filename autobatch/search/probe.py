@@ -35,8 +35,6 @@ FAR = 64
 """Ratio of the cap to the size of that run up to which it is."""
 REACH = 2
 """Ratio of the largest size in question to a guess. Larger sizes are in question once that one fits."""
-NEAR = 16
-"""A size that failed refutes a guess up to one part in this many below it."""
 NEAR_BY = 8
 """Sizes between two runs from which on the middle is asked for in place of a guess that a run has refuted."""
 
@@ -46,10 +44,8 @@ class Limit(NamedTuple):
 
     probe: Probe
     """Its ``micro_batch`` ran and fits; 0 if nothing did."""
-    programs: tuple[Program, ...] = ()
+    programs: Sequence[Program] = ()
     """The steps at any size, in each order that ran; empty if no two runs have the same structure."""
-    falls: bool = False
-    """True if the runs show that the driver puts each new segment below those before it."""
     trace: Trace | None = None
     """The events of the run at the limit; None if none were recorded."""
     tops: tuple[int, ...] = ()
@@ -65,7 +61,6 @@ def find_largest(
     caps: Mapping[LimitedBy, int],
     new_allocator: Callable[[], Allocator],
     *,
-    falling: Callable[[], Allocator] | None = None,
     multiple: int = 1,
     known: SavedLimit | None = None,
     first: int = FIRST,
@@ -81,7 +76,6 @@ def find_largest(
         caps: the limits of the micro-batch besides memory, in samples, each at least ``multiple``. The first
             that the answer reaches limits it.
         new_allocator: returns an empty model of the device's allocator, limited to the budget.
-        falling: returns the same whose segments lie below those before them; None if the order is known.
         multiple: the number whose multiples run.
         known: an earlier limit, whose programs give the first size; a run that agrees with them ends the
             search. None if nothing is known.
@@ -93,8 +87,7 @@ def find_largest(
     Raises:
         Exception: the first error, if nothing fits, and the smallest size for another reason than memory.
     """
-    models = [new_allocator] if falling is None else [new_allocator, falling]
-    runs = Runs(models, () if known is None else known.programs())
+    runs = Runs(new_allocator, () if known is None else known.programs())
     search = _Search(run, min(caps.values()) // multiple, multiple, runs)
     stopped_by = None
     try:
@@ -116,7 +109,7 @@ def find_largest(
         source=f"saved {known.date}" if known is not None and is_confirmed else "search",
     )
     tops = tuple(top * multiple for top in search.tops)
-    return Limit(probe, runs.programs, runs.order > 0, runs.trace(answer), tops)
+    return Limit(probe, runs.programs, runs.trace(answer), tops)
 
 
 @dataclass
@@ -170,26 +163,16 @@ class _Search:
         return self.low < size < self.high and self.fits(size)
 
     def find(self) -> None:
-        """Ask for sizes between one that fits and one that does not, until the next size is refused.
-
-        What fits is not monotone: one of the larger sizes that a replay knows of runs if questions are left.
-        """
+        """Ask for sizes between one that fits and one that does not, until the next size is refused."""
         bracket = self.bracket([attempt.fits for attempt in self.attempts])
-        while True:
-            while not self.proof():
-                if not bracket.is_open:
-                    bracket = self.bracket([])
-                guess = self.guess(bracket.low, bracket.high)
-                # The first runs have left few questions: sizes far above wait for a bound of their own.
-                bracket = bracket.around(max(guess, bracket.low + 1))
-                size = bracket.nearest(guess)
-                bracket = bracket.after(size, self.fits(size))
-            larger = (self.replayed() or 0) // self.multiple * self.runs.is_of_largest
-            is_refuted = any(larger <= size <= larger + larger // NEAR for size in self.refused)
-            asked, failed = bracket.asked - 1, bracket.failed
-            if larger <= self.low or is_refuted or min(asked, failed) < 1 or not self.fits(larger):
-                return
-            bracket = Bracket(self.low, min(self.high, self.low + told_apart(asked, failed)), asked, failed)
+        while not self.proof():
+            if not bracket.is_open:
+                bracket = self.bracket([])
+            guess = self.guess(bracket.low, bracket.high)
+            # The first runs have left few questions: sizes far above wait for a bound of their own.
+            bracket = bracket.around(max(guess, bracket.low + 1))
+            size = bracket.nearest(guess)
+            bracket = bracket.after(size, self.fits(size))
 
     def bracket(self, spent: Sequence[bool]) -> Bracket:
         """Return the sizes in question, and the allowance of their bound less the runs that are spent."""

@@ -93,19 +93,6 @@ def test_a_smaller_size_that_fails_alone_is_not_the_answer(tmp_path: Path, monke
     assert "32 survives" in heard.notes[0]
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_batches_that_raise_leave_the_limit_with_a_note(tmp_path: Path, is_interrupted: bool) -> None:
-    def collate(samples: list[Any]) -> Any:
-        if len(samples) == 43:
-            raise KeyboardInterrupt if is_interrupted else ValueError("43 is unlucky")
-        return WORKLOAD.collate(samples)
-
-    workload = ragged_workload(model=wide_model, train_data=Sequences(512, 59), collate=collate)
-    found, heard = planned(simulated_setup(workload, tmp_path, "40MiB"), 43)
-    assert (found.planned, found.probe.stopped_by) == (43, "interrupt" if is_interrupted else None)
-    assert "not checked" in heard.notes[0]
-
-
 def test_a_sample_that_does_not_fit_alone_is_named_before_training() -> None:
     class WithOutlier(Sequences):
         def __getitem__(self, index: int):

@@ -47,8 +47,8 @@ class AllocatorConfig:
 
     expandable_segments: bool = False
     """One growing segment per pool instead of many fixed ones (``expandable_segments:True``)."""
-    falls: bool | None = False
-    """Each new segment lies below those before it; False: above; None: above, or as the driver likes."""
+    falls: bool = False
+    """Each new segment lies below those before it; False: above."""
     held_bytes: int = 0
     """Bytes that the process holds already, as one block that nothing frees."""
     retries: bool = True
