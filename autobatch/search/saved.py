@@ -14,7 +14,7 @@ import hashlib
 import logging
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +70,7 @@ def recall(key: Mapping[str, KeyValue], home: Path) -> SavedLimit | None:
 
 def keep(
     probe: Probe,
-    programs: tuple[Program, ...],
+    programs: Sequence[Program],
     key: Mapping[str, KeyValue],
     *,
     home: Path,
