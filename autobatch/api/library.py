@@ -249,7 +249,7 @@ def listening(progress: ShowProgress) -> Iterator[Progress]:
         return
     from autobatch.report.terminal import Terminal
 
-    with Terminal(stream, is_notebook=_in_notebook()) as terminal:
+    with Terminal(stream) as terminal:
         yield Broadcast([terminal, LoggedNotes()])
 
 

@@ -1,4 +1,4 @@
-"""The commands that run no workload, such as ``profiles``, ``report`` and ``doctor``."""
+"""The commands that run no workload, such as ``profiles`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ class Answer(NamedTuple):
     text: str
 
 
-LEAST_COMPARED = 2
-"""Fewest runs to show side by side."""
 RUNS = "runs"
 """Folder of the runs whose folder was not asked for, as ``NAME/DATE``."""
 
@@ -60,19 +58,12 @@ Hardware profiles: the memory and other figures of GPUs, each with its source.
 
   list         List the profiles. (default)
   show NAME    Print a profile, which can be the pattern for one of your own.""",
-    "report": """\
-usage: autobatch report [RUN] [--json]
-
-Write the report of a run again, to its folder. RUN is that folder, for example
-runs/NAME/DATE, or the one that it is directly in, of which the newest run is
-taken. (default: the newest run in runs, where fit puts them)""",
     "compare": """\
 usage: autobatch compare [RUN RUN …] [--json]
 
 Print runs side by side: the options, versions and hardware that differ, plan,
-speed, memory and held-out figures. RUN is the folder of a run, or the one that
-it is directly in, of which the newest run is taken. (default: the newest two
-runs of one workload in runs, where fit puts them)""",
+speed, memory and held-out figures. RUN is the folder of a run. (default: the
+newest two runs of the workload that ran last, in runs, where fit puts them)""",
     "doctor": """\
 usage: autobatch doctor [--json]
 
@@ -104,7 +95,6 @@ def run_command(name: str, arguments: list[str]) -> int:
     commands = {
         "init": _init,
         "profiles": _profiles,
-        "report": _report,
         "compare": _compare,
         "doctor": _doctor,
         "completion": _completion,
@@ -160,66 +150,29 @@ def _list_profiles() -> Answer:
     return Answer(content, "\n".join(lines))
 
 
-def _report(words: list[str]) -> Answer:
-    """Run ``autobatch report [RUN]``: write the report of a run again."""
-    if len(words) > 1:
-        raise InputError(
-            f"report takes the folder of one run, found {len(words)}: write report runs/NAME/DATE"
-        )
-    from autobatch.report.page import write_report
-    from autobatch.report.result import find_run, load_run, newest_runs
-
-    folder = find_run(Path(words[0])) if words else newest_runs(Path(RUNS), 1)[0]
-    run = load_run(folder)
-    path = write_report(folder / "report.html", run)
-    return Answer({"report": str(path)}, str(path))
-
-
 def _compare(words: list[str]) -> Answer:
     """Run ``autobatch compare [RUN RUN …]``: show what differs between runs, and what they reached."""
-    if len(words) == 1:
-        raise InputError(
-            "compare takes the folders of two or more runs, found 1: give RUN RUN, or none for the newest two"
-        )
-    from autobatch.report.result import find_run, load_run, newest_runs
-    from autobatch.report.tables import compare_runs
+    from autobatch.report.compare import compare_runs, newest_two
+    from autobatch.report.result import load_run
+    from autobatch.report.tables import aligned
 
-    folders = [find_run(Path(word)) for word in words] or newest_runs(Path(RUNS), LEAST_COMPARED)
-    if len({folder.resolve() for folder in folders}) < LEAST_COMPARED:
-        raise InputError(f"compare takes two or more different runs, found {folders[0]} only")
-    runs = [load_run(folder) for folder in folders]
-    parent, names = _short_names(folders)
-    found = compare_runs(runs)
-    every = found.given | found.reached
+    folders = [Path(word) for word in words] or newest_two(Path(RUNS))
+    if len({folder.resolve() for folder in folders}) < 2:
+        raise InputError(f"compare takes two or more different runs, found {folders[0]} only: give RUN RUN")
+    found = compare_runs([load_run(folder) for folder in folders])
+    figures = found.given | found.reached
     content = {
         "runs": {
-            str(folder): {name: row[at] for name, row in every.items()} for at, folder in enumerate(folders)
+            str(folder): {name: cells[at] for name, cells in figures.items()}
+            for at, folder in enumerate(folders)
         },
         "differs": list(found.differing),
     }
-    differing, figures = (
-        [[name, *cells] for name, cells in part.items()] for part in (found.differing, found.reached)
-    )
-    what = [["differs"], *differing] if differing else [["same options, versions and hardware"]]
-    rows = [["", *names], *what, ["planned and reached"], *figures]
-    widths = [max(len(row[at]) for row in rows if len(row) > 1) for at in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
-        for row in rows
-    ]
-    which = "runs" if words else "the newest two runs"
-    titles = ", ".join(dict.fromkeys(run.title or "run" for run in runs))
-    lines = [f"{titles}: {which} in {parent}", *lines]
-    return Answer(content, "\n".join(lines))
-
-
-def _short_names(folders: list[Path]) -> tuple[str, list[str]]:
-    """Return the folder above all of the runs, and their names in it."""
-    whole = [os.path.abspath(folder) for folder in folders]
-    parent = os.path.commonpath(whole)
-    if parent in whole:
-        parent = os.path.dirname(parent)
-    return os.path.relpath(parent), [os.path.relpath(one, parent) for one in whole]
+    gap = [""] * len(folders)
+    rows = [["", *map(str, folders)], ["differs" if found.differing else "nothing given differs", *gap]]
+    rows += [[name, *cells] for name, cells in found.differing.items()]
+    rows += [["planned and reached", *gap], *([name, *cells] for name, cells in found.reached.items())]
+    return Answer(content, "\n".join(aligned(rows)))
 
 
 def _doctor(words: list[str]) -> Answer:

@@ -50,7 +50,6 @@ commands:
   init       write a program to start from, and its options
   record     record the memory of any program, for estimate --snapshot
   profiles   hardware profiles: list, show NAME
-  report     write the report of a run again: report [RUN], else the newest
   compare    show runs side by side: compare RUN RUN, else the newest two
   doctor     show devices, memory, versions, and what is missing
   completion print the completion of a shell: bash, zsh or fish
@@ -71,7 +70,7 @@ OVER_RANKS = ("fit", "plan", "probe", "tune")
 SCRIPTED = ("fit", "plan", "probe")
 """Commands that take the words of a program after ``--``."""
 RUNNING = (*OVER_RANKS, "estimate")
-OTHER = ("init", "profiles", "doctor", "report", "compare", "completion")
+OTHER = ("init", "profiles", "doctor", "compare", "completion")
 ALL = (*RUNNING, *OTHER, "record")
 PARTS: dict[str, tuple[str, ...]] = {
     "plan": ("device", "probe", "plan", "profile", "report"),

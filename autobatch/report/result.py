@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from autobatch.core.records import (
 )
 from autobatch.core.text import error_text, printable_lines
 from autobatch.core.version import __version__
-from autobatch.report.facts import describe_estimate, final_facts, recorded_lines
+from autobatch.report.facts import final_facts
+from autobatch.report.tables import estimate_lines
 from autobatch.report.words import plural
 
 RESULT = "result.json"
@@ -42,29 +44,35 @@ class Shown:
         """Return what is known, as the records of a run."""
         raise NotImplementedError
 
+    def _text(self) -> str:
+        """Return the facts, one per line."""
+        run = self._run()
+        facts = [fact for fact in final_facts(run, out=run.out) if fact.label != "report"]
+        return "\n".join(f"{fact.label:<10} {fact.text}" for fact in facts)
+
     def __str__(self) -> str:
         """Return the summary that a terminal shows."""
         return printable_lines(self._text())
-
-    def _text(self) -> str:
-        run = self._run()
-        facts = [fact for fact in final_facts(run, out=run.out) if fact.kind != "path"]
-        return "\n".join(f"{fact.label:<10} {fact.text}" for fact in facts)
 
     def __repr__(self) -> str:
         first = " ".join(str(self).partition("\n")[0].split())
         return f"<{type(self).__name__}: {first}>"
 
     def _repr_html_(self) -> str:
+        """Return the summary with the charts of the run, without a style sheet: a notebook has its own."""
         # Imported here: matplotlib takes half a second, and only a notebook needs it.
-        from autobatch.report.notebook import run_html
+        from autobatch.report.charts import pictures_of
 
         run = self._run()
         with suppress(InputError):  # its folder may be gone, or have another run
             stored = None if run.out is None else load_run(run.out)
             if stored is not None and stored.created == run.created:
                 run = msgspec.structs.replace(run, metrics=stored.metrics)
-        return run_html(run, report=run.report)
+        charts = [
+            f'<div style="max-width:600px">{chart.svg}<p>{escape(chart.note)}</p></div>'
+            for chart in pictures_of(run).values()
+        ]
+        return printable_lines("\n".join([f"<pre>{escape(str(self))}</pre>", *charts]), limit=None)
 
 
 class Result(Shown, RunRecord, frozen=True, kw_only=True):
@@ -154,71 +162,11 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
         return {**HEAD, **msgspec.to_builtins(self)}
 
     def _text(self) -> str:
-        """Return one line for each GPU, and the notes."""
-        recorded = [] if self.recorded is None else recorded_lines(self.recorded)
-        return "\n".join([*map(describe_estimate, self.estimates), *recorded, *self.notes])
+        lines = estimate_lines(self.estimates, self.over_ranks, self.recorded)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        from autobatch.report.notebook import estimates_html
-
-        return estimates_html(self.estimates, self.notes, self.recorded)
-
-
-def find_run(folder: Path) -> Path:
-    """Return the folder of a run: this one, that of this result, or the newest of the runs directly in it.
-
-    Raises:
-        InputError: there is none.
-    """
-    try:
-        if folder.name == RESULT and folder.is_file():
-            return folder.parent
-        if (folder / RESULT).exists():
-            return folder
-        runs = _runs_in(folder, "*")
-    except OSError as error:
-        raise InputError(f"cannot look for a run in {folder}: {error.strerror or error}") from error
-    if not runs:
-        raise InputError(
-            f"there is no run in {folder} or in a folder directly in it: give the folder of a run, which "
-            f"has {RESULT}, or train with autobatch fit"
-        )
-    return runs[0]
-
-
-def newest_runs(runs: Path, number: int) -> list[Path]:
-    """Return the newest runs in the folder of one workload, that of the newest of all, the oldest first.
-
-    Args:
-        runs: the folder of runs, with runs in it and in the folders of workloads.
-        number: how many runs to return.
-
-    Raises:
-        InputError: there are fewer.
-    """
-    known = _runs_in(runs, "*", "*/*")
-    if not known:
-        raise InputError(f"there is no run in {runs}: give the folder of a run, or train with autobatch fit")
-    newest = [run for run in known if run.parent == known[0].parent][:number]
-    if len(newest) < number:
-        raise InputError(
-            f"{newest[0].parent} has fewer than {number} runs, found {newest[0]}: give RUN RUN, or "
-            "train again"
-        )
-    return newest[::-1]
-
-
-def _runs_in(folder: Path, *patterns: str) -> list[Path]:
-    """Return the runs that patterns find, the newest first, without links, which lead elsewhere."""
-    # A later run in the same folder moves the earlier one aside.
-    written = {
-        path.parent: path.stat().st_mtime_ns
-        for pattern in patterns
-        for path in folder.glob(f"{pattern}/{RESULT}")
-        if path.is_file() and not path.parent.name.startswith("previous-")
-    }
-    own = [run for run in written if run.resolve() == folder.resolve() / run.relative_to(folder)]
-    return sorted(own, key=lambda run: (written[run], run), reverse=True)
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def load_run(folder: Path) -> RunRecord:
@@ -231,39 +179,20 @@ def load_run(folder: Path) -> RunRecord:
     Raises:
         InputError: ``result.json`` is missing or is not the result of a run, or metrics cannot be read.
     """
+    rows, unreadable = [], 0
     try:
-        content = read_json(folder / RESULT)
-    except InputError as error:
-        raise InputError(f"{error}. Give the folder of a run, which has {RESULT}") from error
-    metrics, unreadable = _read_rows(folder / "metrics.jsonl")
-    try:
+        content = msgspec.convert(read_json(folder / RESULT), dict[str, Any])
+        metrics = folder / "metrics.jsonl"
+        for line in metrics.read_bytes().splitlines() if metrics.exists() else []:
+            try:
+                rows.append(msgspec.json.decode(line, type=StepRecord))
+            except UNREADABLE:
+                unreadable += bool(line.strip())
         known = {name: value for name, value in content.items() if value is not None}
         versions = {"autobatch": known["autobatch"]} if "autobatch" in known else {}
         defaults = {"title": folder.resolve().name, "versions": versions}
-        run = msgspec.convert(defaults | known | {"metrics": metrics}, RunRecord)
-    except (AttributeError, *UNREADABLE) as error:
-        reason = error_text(error)
-        if not isinstance(content, dict):
-            reason = f"expected a JSON object, found {type(content).__name__}"
-        raise InputError(
-            f"{folder / RESULT} is not the result of a run: {reason}. Give the folder of a run"
-        ) from error
-    if not unreadable:
-        return run
+        run = msgspec.convert(defaults | known | {"metrics": rows}, RunRecord)
+    except (InputError, OSError, AttributeError, *UNREADABLE) as error:
+        raise InputError(f"{folder} is not the folder of a run: {error_text(error)}") from error
     left_out = f"left out {plural(unreadable, 'unreadable line')} of metrics.jsonl"
-    return msgspec.structs.replace(run, notes=[*run.notes, left_out])
-
-
-def _read_rows(path: Path) -> tuple[list[StepRecord], int]:
-    """Return the readable rows of metrics, and the number of unreadable ones."""
-    try:
-        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
-    except FileNotFoundError:
-        return [], 0
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    rows = []
-    for line in lines:
-        with suppress(*UNREADABLE):
-            rows.append(msgspec.json.decode(line, type=StepRecord))
-    return rows, len(lines) - len(rows)
+    return msgspec.structs.replace(run, notes=[*run.notes, *[left_out][:unreadable]])

@@ -1,25 +1,14 @@
-"""Tables of text that set results side by side: GPUs of an estimate, memory of a step, runs."""
+"""Tables of text: the sizes and trials of a run, and all that an estimate says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from autobatch.core.options import all_fields
-from autobatch.core.records import (
-    Attempt,
-    Estimate,
-    Plan,
-    RankEstimate,
-    Recorded,
-    RunRecord,
-    Training,
-    Trial,
-)
-from autobatch.core.text import module_in_words
+from autobatch.core.records import Attempt, Estimate, RankEstimate, Recorded, Trial
+from autobatch.core.text import module_in_words, printable
 from autobatch.core.units import format_bytes
-from autobatch.report.facts import describe_split, peak_bytes
-from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words, moment, plural
+from autobatch.report.words import count, decimal, plural
 
 T = TypeVar("T")
 TOP_MODULES = 5
@@ -32,6 +21,15 @@ class Table(NamedTuple):
     caption: str
     head: list[str]
     rows: list[list[str]]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines of text with columns of equal width. Columns with numbers end at their right."""
+    columns = [[printable(cell) for cell in column] for column in zip(*rows, strict=True)]
+    for at, column in enumerate(columns):
+        width, is_text = max(map(len, column)), not any(cell[:1].isdigit() for cell in column)
+        columns[at] = [cell.ljust(width) if is_text or not at else cell.rjust(width) for cell in column]
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def table_of(caption: str, records: Sequence[T], cells: Mapping[str, Callable[[T], str]]) -> Table:
@@ -78,26 +76,43 @@ def trials_table(trials: Sequence[Trial]) -> Table:
     return table_of(f"{plural(len(trials), 'trial')}, {infeasible} infeasible", trials, cells)
 
 
-def gpu_table(estimates: Sequence[Estimate]) -> Table:
-    """Return a row for each GPU."""
-
-    def interval(gpu: Estimate) -> str:
-        low, high = gpu.micro_batch_low, gpu.micro_batch_high
-        return "" if low == high else f"{count(low)} to {count(high)}"
-
+def estimate_lines(
+    estimates: Sequence[Estimate], over_ranks: Sequence[RankEstimate], recorded: Recorded | None
+) -> Iterator[str]:
+    """Yield what is predicted: what fits on each GPU, and where the memory of a single one goes."""
+    if recorded is not None:
+        yield from _recorded_lines(recorded)
+        return
     cells: dict[str, Callable[[Estimate], str]] = {
         "GPU": lambda gpu: gpu.profile,
         "budget": lambda gpu: format_bytes(gpu.budget_bytes),
         "micro-batch": lambda gpu: count(gpu.micro_batch) if gpu.fits else "does not fit",
-        "interval": interval,
+        "interval": lambda gpu: (
+            ""
+            if gpu.micro_batch_low == gpu.micro_batch_high
+            else f"{count(gpu.micro_batch_low)} to {count(gpu.micro_batch_high)}"
+        ),
         "reserved": lambda gpu: format_bytes(gpu.peak_reserved_bytes),
         "precision": lambda gpu: gpu.precision or "",
         "steps": lambda gpu: "" if gpu.plan is None else count(gpu.plan.accumulation_steps),
     }
-    return table_of("What is predicted to fit", estimates, cells)
+    table = table_of("", estimates, cells)
+    yield from aligned([table.head, *table.rows])
+    if over_ranks:
+        yield from ("", "largest micro-batch of a rank:", *_rank_lines(over_ranks))
+    for gpu in estimates:
+        is_alone = len(estimates) == 1
+        if is_alone:
+            yield from ("", *_memory_lines(gpu))
+        if gpu.remedies and (is_alone or not gpu.fits):
+            on = "" if is_alone else f" on {gpu.profile}"
+            yield from ("", f"predicted micro-batch{on} with a change:")
+        for remedy in gpu.remedies or () if is_alone or not gpu.fits else ():
+            figure = count(remedy.micro_batch) if remedy.micro_batch else "does not fit"
+            yield f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
 
 
-def rank_table(cells: Sequence[RankEstimate]) -> Table:
+def _rank_lines(cells: Sequence[RankEstimate]) -> list[str]:
     """Return the largest micro-batch of a rank: a row for each GPU, a column for each number of ranks."""
     worlds = list(dict.fromkeys(cell.world_size for cell in cells))
     limits = {(cell.profile, cell.world_size): cell.micro_batch for cell in cells}
@@ -105,11 +120,10 @@ def rank_table(cells: Sequence[RankEstimate]) -> Table:
         [gpu, *(count(limits[gpu, world]) if limits.get((gpu, world)) else "–" for world in worlds)]
         for gpu in dict.fromkeys(cell.profile for cell in cells)
     ]
-    head = ["GPU", *(f"{count(world)} {'rank' if world == 1 else 'ranks'}" for world in worlds)]
-    return Table("largest micro-batch of a rank", head, rows)
+    return aligned([["GPU", *(plural(world, "rank") for world in worlds)], *rows])
 
 
-def memory_table(gpu: Estimate) -> Table:
+def _memory_lines(gpu: Estimate) -> list[str]:
     """Return what uses the memory of one GPU at the peak."""
     sizes: list[tuple[str, int]] = []
     for kind, size in gpu.memory.items():
@@ -119,103 +133,49 @@ def memory_table(gpu: Estimate) -> Table:
             sizes += [(f"  {module_in_words(name)}", own) for name, own in largest]
     phase = f", phase {gpu.phase}" if gpu.phase else ""
     caption = f"memory at the peak of micro-batch {max(1, gpu.micro_batch):,}{phase}"
-    return _shares(caption, sizes, sum(gpu.memory.values()))
+    return _share_lines(caption, sizes, sum(gpu.memory.values()))
 
 
-def recorded_tables(recorded: Recorded) -> list[Table]:
-    """Return where the memory of a recorded program went, and the GPUs on which it would run."""
-    caption = "memory at the peak" if recorded.refused is None else "memory when it ran out"
+def _share_lines(caption: str, sizes: Iterable[tuple[str, int]], total: int) -> list[str]:
+    rows = [[f"  {name}", format_bytes(size), f"{size / total:.0%}"] for name, size in sizes if size]
+    return [f"{caption}:", *(aligned(rows) if rows else [])]
+
+
+def _recorded_lines(recorded: Recorded) -> Iterator[str]:
+    """Yield what a program took that was recorded, why memory ran out, and where it would run."""
+    reserved, allocated = recorded.peak_reserved_bytes, recorded.peak_allocated_bytes
+    gap, expandable = reserved - allocated, format_bytes(recorded.expandable_bytes)
+    yield (
+        f"peak reserved {format_bytes(reserved)}, allocated {format_bytes(allocated)}: {format_bytes(gap)} "
+        f"between them ({gap / max(1, reserved):.0%}) are fragmentation"
+    )
+    if (refused := recorded.refused) is None:
+        yield f"expandable_segments:True would reserve {expandable}"
+    else:
+        unused = refused.reserved_bytes - refused.allocated_bytes
+        largest = ""
+        if refused.largest_free_bytes is not None:
+            largest = f", at most {format_bytes(refused.largest_free_bytes)} in one piece"
+        verdict = {
+            "fragmented": "as much was free, but in pieces: fragmented",
+            "limited": "the GPU had enough: a limit of the process held it back",
+            "full": f"it lacked {format_bytes(refused.asked_bytes - unused - refused.device_free_bytes)}",
+        }
+        yield (
+            f"out of memory: asked for {format_bytes(refused.asked_bytes)}, and free were "
+            f"{format_bytes(refused.device_free_bytes)} on the GPU and {format_bytes(unused)} of the "
+            f"{format_bytes(refused.reserved_bytes)} that were reserved{largest}; {verdict[refused.reason]}"
+        )
+        yield (
+            f"with that request it needs {format_bytes(recorded.needed_bytes)}, and {expandable} with "
+            "expandable_segments:True, and more later"
+        )
+    caption = "memory at the peak" if refused is None else "memory when it ran out"
+    yield from ("", *_share_lines(caption, recorded.memory.items(), sum(recorded.memory.values())), "")
     words = {(True, True): "yes", (False, True): "with expandable_segments:True", (False, False): "no"}
     words[True, False] = "yes, without expandable_segments"
     gpus = [
         [fit.profile, format_bytes(fit.budget_bytes), words[fit.fits, fit.fits_expandable]]
         for fit in recorded.fits
     ]
-    return [
-        _shares(caption, recorded.memory.items(), sum(recorded.memory.values())),
-        Table("where it would run", ["GPU", "budget", "runs"], gpus),
-    ]
-
-
-def _shares(caption: str, sizes: Iterable[tuple[str, int]], total: int) -> Table:
-    rows = [[name, format_bytes(size), f"{size / total:.0%}"] for name, size in sizes if size]
-    return Table(caption, [caption, "bytes", "share"], rows)
-
-
-def remedy_lines(gpu: Estimate) -> Iterator[str]:
-    """Yield what would let more fit on one GPU."""
-    for remedy in gpu.remedies or ():
-        figure = count(remedy.micro_batch) if remedy.micro_batch else "does not fit"
-        yield f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
-
-
-class Comparison(NamedTuple):
-    """Runs side by side: for the name of each figure its cells, one for each run."""
-
-    given: dict[str, list[str]]
-    """Hardware, options and versions."""
-    reached: dict[str, list[str]]
-    """Figures that the runs planned and reached, without those that no run has."""
-
-    @property
-    def differing(self) -> dict[str, list[str]]:
-        """The hardware, options and versions that differ."""
-        return {name: cells for name, cells in self.given.items() if len(set(cells)) > 1}
-
-
-def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
-    """Set runs side by side."""
-
-    def planned(cell: Callable[[Plan], str]) -> list[str]:
-        return ["" if run.plan is None else cell(run.plan) for run in runs]
-
-    def trained(cell: Callable[[Training], str]) -> list[str]:
-        return ["" if run.training is None else cell(run.training) for run in runs]
-
-    def held_out(name: str) -> list[str]:
-        return trained(
-            lambda training: (
-                metric_in_words(name, training.validation[name]).removeprefix(f"{name} ")
-                if name in training.validation
-                else ""
-            )
-        )
-
-    def recorded(field: str, *, prefix: str = "", unset: str = "–") -> dict[str, list[str]]:
-        records: list[dict[str, object]] = [getattr(run, field) for run in runs]
-        names = sorted({name for record in records for name in record} - hidden)
-        return {
-            prefix + (name.replace("_", "-") if prefix else name): [
-                unset if record.get(name) is None else str(record[name]) for record in records
-            ]
-            for name in names
-            if any(record.get(name) is not None for record in records)
-        }
-
-    # Where a run writes and what it prints is no difference.
-    hidden = {name for name, field in all_fields().items() if field.group == "output"} | {"out", "resume"}
-    metrics = dict.fromkeys(name for run in runs if run.training for name in run.training.validation)
-    given = {
-        "workload": [run.title or "–" for run in runs],
-        "device": [run.device.name for run in runs],
-        "budget": [format_bytes(run.device.budget_bytes) for run in runs],
-        **recorded("surroundings"),
-        **recorded("versions"),
-        **recorded("options", prefix="--", unset="not set"),
-        "precision": planned(lambda plan: plan.precision),
-        "tuned": planned(lambda plan: knobs_in_words(plan.knobs)),
-    }
-    reached = {
-        "batch": planned(lambda plan: count(plan.target_batch)),
-        "split": planned(describe_split),
-        "learning rate": planned(lambda plan: decimal(plan.learning_rate, 3)),
-        **{f"held-out {name}": held_out(name) for name in metrics},
-        "training loss": trained(lambda training: decimal(training.final_loss)),
-        "steps": trained(lambda training: count(training.optimizer_steps)),
-        "samples/s": trained(lambda training: decimal(training.samples_per_s)),
-        "time, s": trained(lambda training: decimal(training.seconds, 3)),
-        "peak memory": trained(lambda training: format_bytes(peak) if (peak := peak_bytes(training)) else ""),
-        "recoveries": trained(lambda training: count(training.oom_recoveries)),
-        "date": [moment(run.created) if run.created else "" for run in runs],
-    }
-    return Comparison(given, {name: cells for name, cells in reached.items() if any(cells)})
+    yield from aligned([["GPU", "budget", "runs"], *gpus])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autobatch.core.knobs import CHECKPOINTING, PRECISION, SPLIT
 from autobatch.core.units import significant
 
 
@@ -17,25 +18,14 @@ def decimal(number: float | None, digits: int = 4) -> str:
     return "unknown" if number is None else significant(number, digits)
 
 
-def moment(created: str) -> str:
-    """Write a time of a record, which is UTC, to the minute: ``2026-11-22 17:14 UTC``."""
-    return f"{created[:16].replace('T', ' ')} UTC"
+def moment(created: str | None) -> str:
+    """Write a time of a record, which is UTC, to the minute: ``2026-11-22 17:14 UTC``; empty for None."""
+    return f"{created[:16].replace('T', ' ')} UTC" if created else ""
 
 
 def plural(number: int, one: str, more: str | None = None) -> str:
     """Write a number with its noun: ``1 sample``, ``2 samples``."""
     return f"{count(number)} {one if number == 1 else more or one + 's'}"
-
-
-def percent(share: float) -> str:
-    """Write a share as whole percent: ``31 %``, ``-2 %``."""
-    return f"{100 * share:.0f} %".replace("-0 %", "0 %")
-
-
-def ratio_in_words(ratio: float) -> str:
-    """Write a ratio of speeds: ``31 % faster``, ``2 % slower``, ``as fast``."""
-    change = percent(abs(ratio - 1))
-    return "as fast" if change == "0 %" else f"{change} {'faster' if ratio > 1 else 'slower'}"
 
 
 def metric_in_words(name: str, value: float | None) -> str:
@@ -63,21 +53,12 @@ def knobs_in_words(values: Mapping[str, object], between: str = ", ") -> str:
 
 
 def _knob_in_words(name: str, value: object) -> str:
-    words = f"{name.replace('_', ' ')} {value}"
-    match name, value:
-        case "micro_batch_shift", int(times):
-            halved = "micro-batch halved" + (f" {times} times" if times > 1 else "")
-            words = halved if times else "largest micro-batch"
-        case "precision", _:
-            words = str(value)
-        case "checkpointing", _:
-            words = "no checkpointing" if value == "none" else "checkpointing"
-        case "compile", _:
-            words = "not compiled" if value == "off" else "compiled"
-        case "optimizer", _:
-            words = f"{value} optimizer"
-        case "loader_workers", int(workers):
-            words = plural(workers, "loader worker")
-        case _, bool():
-            words = ("" if value else "no ") + name.replace("_", "-")
-    return words
+    plain = name.replace("_", "-")
+    if name == SPLIT and isinstance(value, int):
+        few = ("largest micro-batch", "micro-batch halved")
+        return few[value] if value < 2 else f"micro-batch ÷ {2**value}"
+    if name == PRECISION:
+        return str(value)
+    if name == CHECKPOINTING:
+        return f"{'no ' * (value == 'none')}{plain}"
+    return f"{'' if value else 'no '}{plain}" if isinstance(value, bool) else f"{plain} {value}"

@@ -95,101 +95,50 @@ def test_planted_texts_of_a_profile_are_shown_harmlessly(tmp_path: Path, said: S
     assert json.loads(out)["title"] == PLANTED
 
 
-def files(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return content and time of every file below a folder, and where links lead."""
-    return {
-        str(path): (
-            str(path.readlink()).encode() if path.is_symlink() else path.read_bytes(),
-            path.lstat().st_mtime_ns,
-        )
-        for path in sorted(folder.rglob("*"))
-        if path.is_symlink() or path.is_file()
-    }
-
-
-def test_the_report_of_a_run_is_written_again(tmp_path: Path, said: Said) -> None:
-    assert "there is no run in runs: give the folder of a run" in said("report", code=2)
-    folder = a_folder(tmp_path / "runs" / "small" / "20261121")
-    path = folder / "report.html"
-    assert said("report", folder) == str(path)
-    assert "1,024 samples" in path.read_text()
-    assert json.loads(said("report", folder, "--json")) == {"report": str(path)}
-    assert said("report") == said("report", "runs/small") == "runs/small/20261121/report.html"
-
-
-def test_a_report_is_written_to_the_run_and_nowhere_else(tmp_path: Path, said: Said) -> None:
-    asked = a_folder(tmp_path / "asked" / "one")
-    a_folder(asked / "two" / "three")
-    elsewhere, page = a_folder(tmp_path / "elsewhere"), tmp_path / "page.html"
-    page.write_text("mine")
-    (asked / "report.html").symlink_to(page)
-    (asked.parent / "zero").symlink_to(elsewhere)
-    before = files(tmp_path)
-    assert said("report", asked.parent) == str(asked / "report.html")
-    after = files(tmp_path)
-    written = str(asked / "report.html")
-    assert not (asked / "report.html").is_symlink(), "the page of a link is not written through it"
-    assert {name: after[name] for name in after if name != written} == {
-        name: before[name] for name in before if name != written
-    }
-    (elsewhere / "result.json").unlink()
-    before = files(tmp_path)
-    assert f"there is no run in {tmp_path} or in a folder directly in it" in said("report", tmp_path, code=2)
-    assert files(tmp_path) == before
-
-
-def test_runs_are_printed_side_by_side(tmp_path: Path, said: Said) -> None:
-    first, second = (a_folder(tmp_path / name) for name in ("a", "b"))
-    lines = said("compare", first, second).splitlines()
-    (held_out,) = [line for line in lines if line.startswith("held-out accuracy")]
-    assert held_out.split()[-4:] == ["93.12", "%", "93.12", "%"]
-    assert "same options, versions and hardware" in lines
-    found = json.loads(said("compare", first, second, "--json"))
-    assert (found["runs"][str(first)]["batch"], found["differs"]) == ("1,024", [])
-    a_folder(first, title="bert")
-    assert json.loads(said("compare", first, second, "--json"))["differs"] == ["workload"]
-
-
-def test_the_newest_two_runs_are_compared_and_what_differs_is_marked(tmp_path: Path, said: Said) -> None:
-    changes: list[dict[str, Any]] = [
-        {"title": "bert"},
-        {
+def test_runs_are_compared_with_what_differs(tmp_path: Path, said: Said) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "bert/1": {"title": "bert"},
+        "digits/2": {
             "options": {"steps": 60, "seed": 0, "out": "x"},
             "versions": {"torch": "2.12.0", "python": "3.12.4"},
         },
-        {"options": {"steps": None, "seed": 0, "out": "y"}, "device": a_device(name="NVIDIA L4")},
-    ]
-    names = ("bert/1", "digits/2", "digits/3")
-    for seconds, (name, change) in enumerate(zip(names, changes, strict=True)):
+        "digits/3": {"options": {"seed": 0, "out": "y"}, "device": a_device(name="NVIDIA L4")},
+    }
+    assert "runs has no two runs of the workload that ran last: give RUN RUN" in said("compare", code=2)
+    for seconds, (name, change) in enumerate(changes.items()):
         path = a_folder(tmp_path / "runs" / name, **change) / "result.json"
         os.utime(path, (seconds, seconds))
-    text = said("compare")
-    assert text.startswith("train.py:workload: the newest two runs in runs/digits\n")
-    marked = text.partition("differs\n")[2].partition("planned and reached")[0]
-    rows = [line.split("  ")[0] for line in marked.splitlines()]
-    assert rows == ["device", "autobatch", "driver", "torch", "--steps"]
-    assert json.loads(said("compare", "--json"))["differs"] == rows
+    lines = said("compare").splitlines()
+    assert lines[0].split() == ["runs/digits/2", "runs/digits/3"]
+    rows = [line.split("  ")[0] for line in lines]
+    differing = rows[rows.index("differs") + 1 : rows.index("planned and reached")]
+    assert differing == ["device", "autobatch", "driver", "torch", "--steps"]
+    (held_out,) = [line.split() for line in lines if line.startswith("held-out accuracy")]
+    assert held_out[-4:] == ["93.12", "%", "93.12", "%"]
+    found = json.loads(said("compare", "runs/bert/1", "runs/digits/3", "--json"))
+    assert {"workload", "device"} <= set(found["differs"])
+    assert (found["runs"]["runs/bert/1"]["batch"], found["runs"]["runs/bert/1"]["--seed"]) == (
+        "1,024",
+        "not set",
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "runs/digits has fewer than 2 runs, found runs/digits/1: give RUN RUN"),
-        (["runs"], "compare takes the folders of two or more runs, found 1: give RUN RUN, or none for the"),
+        (
+            ["runs/digits/1"],
+            "compare takes two or more different runs, found runs/digits/1 only: give RUN RUN",
+        ),
         (["runs/digits/1", "runs/digits/1/."], "two or more different runs, found runs/digits/1 only"),
-        (["runs/digits", "nothing"], "there is no run in nothing or in a folder directly in it: give"),
-        (["runs/digits", "empty"], "there is no run in empty or in a folder directly in it: give the folder"),
-        (["broken", "runs/digits"], "broken/result.json is not JSON: "),
-        (["runs/digits", "--newest"], "there is no option --newest; see autobatch compare --help"),
+        (["runs/digits/1", "nothing"], "nothing is not the folder of a run: nothing/result.json cannot be"),
+        (["runs/digits/1", "--newest"], "there is no option --newest; see autobatch compare --help"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_line(
     tmp_path: Path, said: Said, words: list[str], message: str
 ) -> None:
     a_folder(tmp_path / "runs" / "digits" / "1")
-    a_folder(tmp_path / "bert", title="bert")
-    (a_folder(tmp_path / "broken") / "result.json").write_text("{")
-    (tmp_path / "empty").mkdir()
     line = said("compare", *words, code=2)
     assert message in line
     assert "\n" not in line

@@ -22,7 +22,6 @@ REFUSED = [
     (*FIT, "--json=yes"), ("estimate", "--profile", "--json"), (*FIT, "a:b", "c:d"), (*FIT, ""),
     (*FIT, "--memory-budget", "nonsense"), (*FIT, "--steps", "3", "--epochs", "2"),
     ("probe", "--steps", "3"), ("profiles", "shwo"), ("profiles", "show"), ("doctor", "now"),
-    ("report", "a", "b"),
 ]  # fmt: skip
 
 
@@ -61,7 +60,7 @@ def test_wrong_input_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.Captu
         ("profiles", "show", "\x1b[31m"),
         ("doctor", "\x1b[31m"),
         ("doctor", "--\x1b[31m"),
-        ("report", "\x1b[31m"),
+        ("compare", "\x1b[31m", "a"),
         (*FIT, "--verbose", "\x1b[31m:w"),
         (*FIT, "x" * 100_000),
         (*FIT, "--precision", "x" * 100_000),

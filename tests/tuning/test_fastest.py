@@ -68,7 +68,7 @@ def test_what_changes_numbers_is_offered_and_not_chosen_while_there_is_time() ->
     assert found.best == {"micro_batch_shift": 1}
     assert found.offers == [
         "bf16 is at least 1.50 × faster here: add --precision bf16",
-        "fused optimizer is at least 1.06 × faster here: add --knobs micro_batch_shift,optimizer",
+        "optimizer fused is at least 1.06 × faster here: add --knobs micro_batch_shift,optimizer",
     ]
     trials = FakeTrials()
     assert search(trials, SHIFTS, offers=AXES[1:], deadline=0.0).offers == []
