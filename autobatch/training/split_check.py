@@ -1,15 +1,15 @@
 """The check before training that splitting a batch does not change its gradient.
 
-The first samples of the run are collated as a whole and as micro-batches. Both run through the code that
-trains, with the same draws: the whole as one micro-batch, the others one after the other. Their gradients
-must agree. If they do not, the gradient gᵢ of each micro-batch alone tells the likely cause. If the whole is
-a sum of the gᵢ with other weights, the loss is a mean over something else than samples. If it is none, it
-depends on several samples at once, or is a sum of several such means.
+Some samples of the run are collated as a whole and as micro-batches. Both run through the code that trains,
+with the same draws: the whole as one micro-batch, the others one after the other. Their gradients must agree.
+If they do not, the gradient gᵢ of each micro-batch alone tells the likely cause. If the whole is a sum of the
+gᵢ with other weights, the loss is a mean over something else than samples. If it is none, it depends on
+several samples at once, or is a sum of several such means.
 
 Rounding is less than an error in float64, so the passes run in it if the model takes it and its copy is
-small. If two seeds give two gradients, both sides are means over seeds, and a difference counts if it is
-several times what their spread explains. In train mode dropout and BatchNorm stay in eval mode, because they
-make every pass differ. What cannot be checked is a note, and ends no run.
+small. In train mode dropout and BatchNorm stay in eval mode, because they make every pass differ. If two
+seeds give two gradients nevertheless, a difference proves nothing. What cannot be checked is a note, and ends
+no run.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import describe
 
 SplitCheck = Literal["error", "note", "off"]
+Session: TypeAlias = Callable[[], AbstractContextManager[Meter]]
+"""Opens the meter of passes, with or without the budget."""
 Parts: TypeAlias = list[tuple[Collated, int]]
 """Micro-batches on the host, each with its number of samples."""
 CANDIDATES, READ_SECONDS = 256, 0.5
@@ -59,9 +61,6 @@ FLOAT64_BUDGET_SHARE = 0.1
 """Share of the budget below which a loss is compared in float64; model copy and gradient count."""
 ELEMENTS = 1024
 """Elements read from each parameter's gradient, evenly spaced: enough to compare, for any size of model."""
-REPEATS, SPREADS = 8, 4.0
-"""Seeds over which the gradients of a random loss are averaged, and the standard errors of such a mean that a
-difference must exceed: chance does so once in 200 times at most."""
 SHARED = (
     "not checked whether the loss can be split, because the ranks share the model: check it once in one "
     "process, on a smaller model"
@@ -151,154 +150,61 @@ def examine(setup: Setup, micro_batch: int, ids: Sequence[int] | None = None) ->
     # The loss scale of fp16 would change between passes.
     precision = "fp32" if setup.precision == "fp16" else setup.precision
     setup = replace(setup, knobs={}, world=1, ema=None, precision=precision)
-    with preserved_random_state():
-        try:
-            candidates = _read(setup, ids)
-            many = min(len(candidates), MANY_SAMPLES, PARTS * micro_batch)
+    try:
+        with preserved_random_state():
+            samples = _read(setup, ids)
+            many = min(len(samples), MANY_SAMPLES, PARTS * micro_batch)
             few = min(many, FEW_SAMPLES, max(2, micro_batch))
             if few < 2:
                 return Finding(unchecked="it takes 2 samples, and the batch has 1")
+
+            def compared(size: int, session: Session) -> Finding:
+                # Sorted and evenly spaced: parts then differ in what a wrong loss may weigh by.
+                places = [place * (len(samples) - 1) // (size - 1) for place in range(size)]
+                return _compare(setup, [samples[place] for place in places], session)
+
             start = setup.clock()
-            finding = _compare(setup, _choose(candidates, few), setup.device.training)
-            expected = (setup.clock() - start) * many / few
+            finding = compared(few, setup.device.training)
+            if (setup.clock() - start) * many > few * SECONDS:
+                return finding
             for size in (many, min(many, micro_batch)):
-                if finding.fault is None and few < size and expected <= SECONDS:
-                    larger = _compare(setup, _choose(candidates, size), setup.device.enforced)
+                if finding.fault is None and few < size:
+                    larger = compared(size, setup.device.enforced)
                     if larger.unchecked is None:
                         return larger
-        except Exception as error:  # what cannot be checked ends no run
-            if loses_context(error):
-                raise
-            return Finding(unchecked=describe(error))
-        return finding
+            return finding
+    except Exception as error:  # what cannot be checked ends no run
+        if loses_context(error):
+            raise
+        return Finding(unchecked=describe(error))
 
 
 def _read(setup: Setup, ids: Sequence[int] | None) -> list[Any]:
-    """Read samples, eight at a time, until there are enough or the time is over."""
+    """Read samples, eight at a time, until there are enough or the time is over; sort them by size."""
     data, start, samples = setup.workload.train_data, setup.clock(), list[Any]()
     if ids is None or setup.stream is not None:  # a stream has its first samples at hand
         ids = range(0, len(data), max(1, len(data) // CANDIDATES))  # type: ignore[arg-type]
     while len(samples) < min(len(ids), CANDIDATES) and setup.clock() - start <= READ_SECONDS:
         samples += fetch(data, ids[len(samples) : len(samples) + 8])
-    return samples
+    return sorted(samples, key=elements)
 
 
-def _choose(samples: list[Any], size: int) -> list[Any]:
-    """Return some samples, among them the smallest and the largest, sorted by size.
-
-    Contiguous parts of them then differ as much as possible in what a wrong loss may weigh by.
-    """
-    sizes = [elements(sample) for sample in samples]
-    by_size = sorted(range(len(samples)), key=sizes.__getitem__)
-    each = max(1, size // 8)
-    chosen = list(dict.fromkeys([*by_size[:each], *by_size[-each:], *range(len(samples))]))[:size]
-    return [samples[place] for place in sorted(chosen, key=lambda place: (sizes[place], place))]
-
-
-class _Pass(NamedTuple):
-    """Forward and backward passes over some micro-batches, one after the other."""
-
-    gradient: Tensor
-    """Elements of the gradient of their loss, in float64 on the host."""
-    items: float
-    """Items that their `Loss` counts; their samples if it is a mean over samples."""
-    is_counted: bool
-    """True for a `Loss`."""
-    written: dict[str, Tensor]
-    """Elements of the buffers and frozen parameters that the forward passes have changed."""
-
-
-@contextmanager
-def _open_passes(
-    setup: Setup,
-    session: Callable[[], AbstractContextManager[Meter]],
-    dtype: torch.dtype | None,
-    *,
-    is_eval: bool,
-) -> Iterator[Callable[..., _Pass]]:
-    """Open a function that runs micro-batches as a step does, on temporary weights, within the block.
-
-    Args:
-        setup: the workload.
-        session: opens the meter, which counts the copies and the batches.
-        dtype: type of the model and its batches; None for their own, and the precision of the run.
-        is_eval: whether the whole model is in eval mode, or only dropout and BatchNorm.
-    """
-    setup = setup if dtype is None else replace(setup, precision="fp32")
-    with session() as meter, on_copies(setup, meter) as train_state:
-        model = train_state.model
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if dtype is not None and tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
-        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-        for module in model.modules():
-            if is_eval or isinstance(module, nn.modules.dropout._DropoutNd | _BatchNorm):
-                module.training = False
-        buffers = train_state.buffers = BufferSnapshot(model, copy_all=True)
-        frozen = [pair for pair in model.named_parameters() if not pair[1].requires_grad]
-
-        def state() -> dict[str, Tensor]:
-            return {name: _elements(t, t).clone() for name, t in (*model.named_buffers(), *frozen)}
-
-        def made(part: tuple[Collated, int], *, resets: bool) -> tuple[Collated, int]:
-            if resets:
-                buffers.restore(keep=True)
-            batch = copy.deepcopy(part[0])  # because a loss may change it
-            if dtype is not None:
-                batch = map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
-            return batch, part[1]
-
-        def run(parts: Parts, seed: int = 1, *, resets: bool = False) -> _Pass:
-            """Run them with the draws of a seed, each from the buffers at the start if ``resets``."""
-            seed_everything(seed)
-            samples = sum(size for _, size in parts)
-            fetched = (made(part, resets=resets) for part in parts)
-            try:
-                totals = accumulate(train_state, train_state.feed(fetched, meter), samples, lambda _: None)
-                # Moved and converted at once: a model may have thousands of parameters.
-                gradient = torch.cat([_elements(*pair) for pair in train_state.gradients.by_parameter()])
-                after = state()
-            finally:
-                train_state.gradients.clear()
-                buffers.restore()
-            items = float(samples if totals.count is None else totals.count)
-            return _Pass(
-                gradient.to("cpu", torch.float64) * (totals.divisor / (items or 1.0)),
-                items,
-                totals.count is not None,
-                {name: now for name, now in after.items() if not torch.equal(now, before.get(name, now))},
-            )
-
-        before = state()
-        yield run
-
-
-def _elements(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return elements of the gradient of a parameter, evenly spaced."""
-    stride = max(1, parameter.numel() // ELEMENTS)
-    if gradient is None:
-        return parameter.new_zeros(len(range(0, parameter.numel(), stride)))
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.detach().flatten()[::stride]
-
-
-def _compare(
-    setup: Setup, samples: list[Any], session: Callable[[], AbstractContextManager[Meter]]
-) -> Finding:
+def _compare(setup: Setup, samples: list[Any], session: Session) -> Finding:
     """Compare samples with their parts, in the first type and mode of passes that tells."""
+    size = len(samples)
 
     def collated(some: list[Any], seed: int = 1) -> Collated:
         seed_everything(seed)
         return collate_samples(shallow_copies(some), setup.workload.collate)
 
-    sizes = split_evenly(len(samples), max(2, min(PARTS, len(samples) // 2)))
-    places = [slice(stop - size, stop) for stop, size in zip(running_sums(sizes), sizes, strict=True)]
+    sizes = split_evenly(size, max(2, min(PARTS, size // 2)))
+    places = [slice(stop - part, stop) for stop, part in zip(running_sums(sizes), sizes, strict=True)]
     whole = collated(samples)
     if digest_of(whole) == digest_of(collated(samples, seed=2)):
         batches = [collated(samples[place]) for place in places]
     else:
         try:
-            batches = [cut(whole, place, len(samples)) for place in places]
+            batches = [cut(whole, place, size) for place in places]
         except InputError as error:
             return Finding(unchecked=f"the collate function draws at random, and {error}")
     parts = list(zip(batches, sizes, strict=True))
@@ -314,15 +220,16 @@ def _compare(
         # In eval mode dropout of attention and the like ends, and terms that only training has.
         for is_eval in (False, True):
             try:
-                with _open_passes(setup, session, dtype, is_eval=is_eval) as run:
-                    finding = _judge(run, [(whole, len(samples))], parts, tolerance, setup)
+                with _open_passes(setup, session, dtype, is_eval=is_eval) as passes:
+                    finding = _judge(passes, (whole, size), parts, tolerance, setup)
             except Exception as error:
                 # A model that trains may still fail here (another type or mode), by no fault of its loss.
                 if loses_context(error):
                     raise
                 is_memory = classify(error) is not Verdict.NONE
-                reason = f"memory ran out for {len(samples)} samples" if is_memory else describe(error)
-                failed = Finding(unchecked=reason)
+                failed = Finding(
+                    unchecked=f"memory ran out for {size} samples" if is_memory else describe(error)
+                )
                 continue
             if finding.unchecked is None:
                 return finding
@@ -332,67 +239,118 @@ def _compare(
     return failed
 
 
-def _judge(run: Callable[..., _Pass], whole: Parts, parts: Parts, tolerance: float, setup: Setup) -> Finding:
+Run: TypeAlias = Callable[..., Tensor]
+"""Runs micro-batches, with a ``seed``; returns elements of the gradient of their loss, in float64."""
+
+
+@contextmanager
+def _open_passes(
+    setup: Setup, session: Session, dtype: torch.dtype | None, *, is_eval: bool
+) -> Iterator[tuple[Run, set[str]]]:
+    """Open a function that runs micro-batches as a step does, on temporary weights, within the block.
+
+    Args:
+        setup: the workload.
+        session: opens the meter, which counts the copies and the batches.
+        dtype: type of the model and its batches; None for their own, and the precision of the run.
+        is_eval: True for the whole model in eval mode; False for only its dropout and BatchNorm.
+
+    Returns:
+        The function, and the names of the buffers and frozen parameters that its forward passes have changed.
+    """
+    setup, written = setup if dtype is None else replace(setup, precision="fp32"), set[str]()
+    with session() as meter, on_copies(setup, meter) as train_state:
+        model = train_state.model
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if dtype is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+        for module in model.modules():
+            if is_eval or isinstance(module, nn.modules.dropout._DropoutNd | _BatchNorm):
+                module.training = False
+        train_state.buffers = BufferSnapshot(model, copy_all=True)
+
+        def state() -> dict[str, Tensor]:
+            frozen = [pair for pair in model.named_parameters() if not pair[1].requires_grad]
+            return {name: _elements(t, t).clone() for name, t in (*model.named_buffers(), *frozen)}
+
+        def copied(batch: Collated) -> Collated:
+            """Return a copy of a batch, because a loss may change it."""
+            return map_tensors(
+                copy.deepcopy(batch), lambda t: t.to(dtype) if dtype and t.is_floating_point() else t
+            )
+
+        def run(*parts: tuple[Collated, int], seed: int = 1) -> Tensor:
+            seed_everything(seed)
+            samples = sum(size for _, size in parts)
+            fed = train_state.feed(((copied(batch), size) for batch, size in parts), meter)
+            try:
+                totals = accumulate(train_state, fed, samples, lambda _: None)
+                # Moved and converted at once: a model may have thousands of parameters.
+                gradient = torch.cat([_elements(*pair) for pair in train_state.gradients.by_parameter()])
+                now = state()
+                written.update(
+                    name for name in now if not torch.equal(now[name], before.get(name, now[name]))
+                )
+            finally:
+                train_state.gradients.clear()
+                train_state.buffers.restore()
+            items = float(samples if totals.count is None else totals.count)
+            return gradient.to("cpu", torch.float64) * (totals.divisor / (items or 1.0))
+
+        before = state()
+        yield run, written
+
+
+def _elements(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return elements of the gradient of a parameter, evenly spaced."""
+    stride = max(1, parameter.numel() // ELEMENTS)
+    if gradient is None:
+        return parameter.new_zeros(len(range(0, parameter.numel(), stride)))
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.detach().flatten()[::stride]
+
+
+def _judge(
+    passes: tuple[Run, set[str]],
+    whole: tuple[Collated, int],
+    parts: Parts,
+    tolerance: float,
+    setup: Setup,
+) -> Finding:
     """Compare a batch with its parts, in passes that round by less than a relative ``tolerance``."""
-    size = whole[0][1]
-    first, other, again = (run(whole, seed) for seed in (1, 2, 1))
-    length = float(first.gradient.norm())
-    if not 0.0 < length < math.inf:
-        return Finding(unchecked=f"the gradient of {size} samples is {'not finite' if length else 'zero'}")
-    if float((first.gradient - again.gradient).norm()) > tolerance * length:
+    (run, written), size = passes, whole[1]
+    first, again, split = run(whole), run(whole), run(*parts)
+    norm = float(first.norm())
+    if not 0.0 < norm < math.inf:
+        return Finding(unchecked=f"the gradient of {size} samples is {'not finite' if norm else 'zero'}")
+    if not float((first - again).norm()) <= tolerance * norm:
         return Finding(
             unchecked=f"two passes over the same {size} samples with the same draws differ: the model or the "
             "loss keeps state between passes, or draws from a generator of its own"
         )
-    is_random = float((first.gradient - other.gradient).norm()) > tolerance * length
-    seeds = range(1, 1 + (REPEATS if is_random else 1))
-
-    def gradients(some: Parts, **options: bool) -> Tensor:
-        return torch.stack([run(some, seed, **options).gradient for seed in seeds])
-
-    wholes, in_turn = gradients(whole), gradients(parts)
-    mean = wholes.mean(0)
-    norm = float(mean.norm())
-
-    def difference(of_parts: Tensor) -> tuple[float, float]:
-        """Return the distance as a share of the whole, and how much of it rounding and draws explain."""
-        apart = wholes - of_parts
-        spread = float((apart - apart.mean(0)).norm()) / math.sqrt(max(1, len(seeds) - 1)) / norm
-        return float(apart.mean(0).norm()) / norm, max(tolerance, SPREADS * spread / math.sqrt(len(seeds)))
-
-    error, allowed = difference(in_turn)
-    cause = ""
-    if not error <= allowed and first.written:
-        apart, explained = difference(gradients(parts, resets=True))
-        alone = run(parts[:1]).written
-        sees = any(not torch.equal(now, alone.get(name, now)) for name, now in first.written.items())
-        if apart <= explained and sees:
-            names = ", ".join(sorted(first.written)[:PARTS])
-            cause = (
-                f"the forward pass writes {names}, and micro-batches see each other through it. Write it "
-                "once per batch, after the step (in Workload(after_step=…))"
-            )
-        else:
-            error, allowed = apart, explained
-    if error <= allowed:
-        hides = (
-            f"its draws alone change the gradient of {size} samples, which hides differences of less than "
-            f"{format_share(allowed)}"
-        )
-        return Finding(unchecked=hides if allowed > tolerance else None)
-    if not cause:
-        columns = torch.stack([gradients([part]).mean(0) for part in parts], dim=1)
-        passes = first, run(parts)
-        cause = _cause_in_hooks(setup.model) or _cause_in_loss(setup, passes, mean, columns, allowed)
-    share = format_share(error) if error < 10 else f"{error:.1e} times"
-    return Finding(
-        f"the gradient of {size} samples has the norm {norm:.4g} at once and "
-        f"{float(in_turn.mean(0).norm()):.4g} in micro-batches, which differs by {share}: {cause}"
+    error = float((first - split).norm()) / norm
+    if error <= tolerance:
+        return Finding()
+    by = format_share(error) if error < 10 else f"{error:.1e} times"
+    said = (
+        f"the gradient of {size} samples has the norm {norm:.4g} at once and {float(split.norm()):.4g} in "
+        f"micro-batches, which differs by {by}"
     )
+    if not float((first - run(whole, seed=2)).norm()) <= tolerance * norm:
+        return Finding(unchecked=f"{said}, and its draws alone change the gradient")
+    if written:
+        return Finding(
+            unchecked=f"{said}, and the forward pass writes {', '.join(sorted(written)[:PARTS])}, through "
+            "which micro-batches see each other. Write it once per batch, in Workload(after_step=…)"
+        )
+    columns = torch.stack([run(part) for part in parts], dim=1)
+    cause = _cause_in_hooks(setup.model) or _cause_in_loss(setup, first[:, None], columns, tolerance)
+    return Finding(f"{said}: {cause}")
 
 
-def _cause_in_hooks(model: nn.Module) -> str | None:
-    """Return what to do about the first hook on a gradient; None if the model has none.
+def _cause_in_hooks(model: nn.Module) -> str:
+    """Return what to do about the first hook on a gradient; empty if the model has none.
 
     torch lists hooks under private names only.
     """
@@ -403,45 +361,28 @@ def _cause_in_hooks(model: nn.Module) -> str | None:
                 f"a hook changes the gradient of {name or 'the model'!r}, for example clips it, in each "
                 "micro-batch and not once per step. Use --max-grad-norm, or change it in the optimizer"
             )
-    return None
+    return ""
 
 
-def _cause_in_loss(
-    setup: Setup, passes: tuple[_Pass, _Pass], mean: Tensor, columns: Tensor, allowed: float
-) -> str:
-    """Return the likely cause of a difference, and what to write.
-
-    ``passes`` are those over the whole and its parts, ``mean`` and ``columns`` the gradients of the whole and
-    of each part alone.
-    """
-    whole, parts = passes
+def _cause_in_loss(setup: Setup, whole: Tensor, columns: Tensor, tolerance: float) -> str:
+    """Return the likely cause of a difference from the gradients of the whole and of each part."""
     if isinstance(setup.workload.loss, WholeBatchLoss):
         return (
             "WholeBatchLoss(represent=…) sees other samples beside its own. Compute each row from its own "
             "sample alone, and move what depends on several samples to WholeBatchLoss(loss=…)"
         )
-    if whole.is_counted and abs(whole.items - parts.items) > allowed * abs(parts.items):
-        return (
-            f"the count of the workload's Loss is {whole.items:g} for these samples at once and "
-            f"{parts.items:g} in micro-batches. Count the items that total sums over"
-        )
     # By singular values: the default driver returns zeros if a part has no gradient, as one without targets.
-    weights = torch.linalg.lstsq(columns.nan_to_num(), mean[:, None], driver="gelsd").solution[:, 0]
-    if float((columns @ weights - mean).norm()) > allowed * float(mean.norm()):
+    weights = torch.linalg.lstsq(columns.nan_to_num(), whole, driver="gelsd").solution
+    if float((columns @ weights - whole).norm()) > tolerance * float(whole.norm()):
         return (
             "the loss depends on several samples at once, or is a sum of several means, each over something "
             "else than samples. For a contrastive loss use WholeBatchLoss(represent=…, loss=…), for several "
             'means a Loss by name for each, {"boxes": Loss(total, count), …}, for padding a mask, and for '
             "batch statistics a target batch that fits in one micro-batch"
         )
-    if whole.is_counted:
-        return "the total of the workload's Loss must be the sum over the items that count counts"
-    if float(weights.sum()) > 1.5:
-        return (
-            "the workload's loss is a sum over the batch. Return the mean over its samples, or "
-            "Loss(total, count) with the sum and the number of its items"
-        )
-    return (
-        "the workload's loss is a mean over something else than samples (counted tokens, class weights, "
-        "pixels). Return Loss(total, count) with the sum and the number of its items"
+    total = (
+        "sum over the batch. Return the mean over its samples, or"
+        if float(weights.sum()) > 1.5
+        else "mean over something else than samples (counted tokens, class weights, pixels). Return"
     )
+    return f"the workload's loss is a {total} Loss(total, count) with the sum and the number of its items"

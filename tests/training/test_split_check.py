@@ -91,8 +91,8 @@ def test_a_loss_that_cannot_be_split_is_an_error_of_one_line_with_both_figures_a
     figures = r"norm [\d.e+-]+ at once and [\d.e+-]+ in micro-batches, which differs by .*"
     for loss, cause in (
         (batch_penalty, "depends on several samples at once"),
-        (lambda m, b: Loss(mean_loss(m, b), len(b[0])), "must be the sum over the items"),
-        (lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1), "count of the workload's Loss is 1 for"),
+        (lambda m, b: Loss(mean_loss(m, b), len(b[0])), "mean over something else"),
+        (lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1), "with the sum and the number of its items"),
     ):
         with pytest.raises(InputError, match=figures + cause) as caught:
             check(make_workload(loss=loss))
@@ -361,28 +361,10 @@ def dino(model: nn.Module, batch) -> Tensor:
     return model.center(model.student(batch[0]), model.teacher(batch[0]))
 
 
-class Normed(nn.Module):
-    """A spectral norm, whose vectors move with each pass, whatever the samples are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.utils.spectral_norm(nn.Linear(5, 3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
-def test_state_through_which_micro_batches_see_each_other_is_refused_by_name() -> None:
-    workload = make_workload(model=Dino, loss=dino)
-    said = "the forward pass writes center.center, and micro-batches see each other through it.*after_step"
-    with pytest.raises(InputError, match=said):
-        check(workload)
-    (note,) = check(workload, micro_batch=24)
-    assert "every batch is one micro-batch" in note
-
-
-def test_state_that_no_sample_enters_is_no_fault() -> None:
-    assert check(make_workload(model=Normed)) == []
+def test_state_through_which_micro_batches_see_each_other_is_named() -> None:
+    (note,) = check(make_workload(model=Dino, loss=dino))
+    assert "the forward pass writes center.center" in note
+    assert "after_step" in note
 
 
 def normalised() -> nn.Module:
