@@ -103,7 +103,7 @@ def resume(run: Run) -> RunInputs:
     sampler = _sampler_of(run, setup, None)
     schedule = setup.workload.schedule
     scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
-    check_same_run(checkpoint, options, sampler, is_scheduled=scheduled)
+    check_same_run(checkpoint, sampler, is_scheduled=scheduled)
     data = data_of_setup(setup)
     check_data_of_ranks(data, ranks, checkpoint)
     own_changes = changes_since_checkpoint(checkpoint, setup, ranks, options)

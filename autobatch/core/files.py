@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import tomllib
@@ -74,6 +75,13 @@ def write_atomic(path: Path, content: bytes) -> Path:
     with replaced_file(path) as temporary, temporary.open("wb") as file:
         file.write(content)
     return path
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Return the size in bytes and the SHA-256 of a file, as the manifest of a checkpoint lists it."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": sha256}
 
 
 def clean_unfinished(folder: Path) -> None:

@@ -24,23 +24,23 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
-from autobatch.core.files import sync_directory
+from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError, InputError
+from autobatch.core.files import file_entry, sync_directory
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import is_sharded
 from autobatch.workload.nested import map_leaves
 
-SCHEMA = 7
-"""Format of checkpoints; 7 lists the sharded tensors beside the state."""
+SCHEMA = 8
+"""Format of checkpoints; 8 keeps the facts of the run under their names in messages."""
 MANIFEST = "manifest.json"
 STATE = "state.pt"
 SHARDED = "sharded"
@@ -169,41 +169,12 @@ def _without_shards(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def _write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a state, flush it to the disk, and return its size and sum."""
+    """Write a state, flush it to the disk, and return its entry in the manifest."""
     with path.open("wb") as file:
-        summed = _SummedFile(file)
-        try:
-            torch.save(state, summed)  # type: ignore[arg-type]
-        except Exception:
-            if summed.error is None:
-                raise
-        if summed.error is not None:
-            raise summed.error
+        torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-        return {"bytes": file.tell(), "sha256": summed.sha256.hexdigest()}
-
-
-class _SummedFile:
-    """File that sums up what is written, and keeps its first error: torch's own does not name a full disk."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sha256 = hashlib.sha256()
-        self.error: BaseException | None = None
-
-    def write(self, part: bytes | memoryview) -> int:
-        """Write a part."""
-        try:
-            written = self._file.write(part)
-        except BaseException as error:
-            self.error = self.error or error
-            raise
-        self.sha256.update(part)
-        return written
-
-    def flush(self) -> None:
-        """Do nothing: the file is flushed once, at its end."""
+    return file_entry(path)
 
 
 @contextlib.contextmanager
@@ -213,11 +184,13 @@ def _as_checkpoint_error(target: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         shutil.rmtree(_temporary(target), ignore_errors=True)
-        if not isinstance(error, OSError):
+        # torch's own error does not name a full disk.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError) or isinstance(error, AutobatchError):
             raise
         raise CheckpointError(
             f"the checkpoint of step {_number(target)} could not be written to {target.parent}: "
-            f"{error.strerror or error}. Free some space there; no earlier checkpoint is lost"
+            f"{cause.strerror or cause}. Free some space there; no earlier checkpoint is lost"
         ) from error
 
 
@@ -250,14 +223,8 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{os.getpid()}")
 
 
-def _sealed(manifest: Mapping[str, Any]) -> bytes:
-    """Return a manifest as JSON that begins with the SHA-256 of the rest."""
-    sha256 = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-    return json.dumps({"sha256": sha256, **manifest}, indent=1).encode()
-
-
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest, and flush it to the disk.
+    """Write a manifest, which begins with the SHA-256 of the rest, and flush it to the disk.
 
     Raises:
         OSError: the file cannot be written.
@@ -268,20 +235,23 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def _sealed(manifest: Mapping[str, Any]) -> bytes:
+    sha256 = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({"sha256": sha256, **manifest}, indent=1).encode()
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of the checkpoint ``path``.
 
     Raises:
-        CheckpointError: it is missing, changed, incomplete, or has another format.
+        CheckpointError: it is missing, changed, of another step, or has another format.
     """
     try:
         content = (path / MANIFEST).read_bytes()
-        manifest = json.loads(content)
+        manifest: dict[str, Any] = json.loads(content)
         del manifest["sha256"]
         schema, is_same = manifest["schema"], _sealed(manifest) == content
-        if schema == SCHEMA and is_same:
-            for name, entry in manifest["files"].items():
-                is_same = is_same and Path(name).name == name and {*entry} == {"bytes", "sha256"}
+        is_same = is_same and manifest["step"] == _number(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if is_oom(error):
             raise
@@ -290,33 +260,25 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {MANIFEST} has format {schema}, and this version reads {SCHEMA}")
     if not is_same:
         raise CheckpointError(f"{path}: {MANIFEST} was changed after it was written (SHA-256 differs)")
-    return dict(manifest)
+    return manifest
 
 
 def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Check the files of the checkpoint ``path``: those of the manifest, and no others.
+    """Check the files of the checkpoint ``path``: those of the manifest, and no other ones with tensors.
 
     Raises:
-        CheckpointError: a file differs; names it and the fault.
+        CheckpointError: a file differs; names it.
     """
-    try:
-        for name, expected in sorted(manifest["files"].items()):
-            with (path / name).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != expected["bytes"]:
-                    raise CheckpointError(f"{path}: {name} must have {expected['bytes']} bytes, found {size}")
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                    raise CheckpointError(
-                        f"{path}: {name} was changed after it was written (SHA-256 differs)"
-                    )
-        # The readers of tensors take every such file of the folder.
-        for file_path in sorted(path.glob("*.safetensors")):
-            if file_path.name not in manifest["files"]:
-                raise CheckpointError(f"{path}: {file_path.name} is not listed in {MANIFEST}")
-    except OSError as error:
-        if is_oom(error) or isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: {error.filename} cannot be read ({error.strerror})") from None
+    # The readers of tensors take every such file of the folder.
+    for name in sorted({*manifest["files"], *(file.name for file in path.glob("*.safetensors"))}):
+        try:
+            is_same = file_entry(path / name) == manifest["files"].get(name)
+        except OSError as error:
+            if is_oom(error):
+                raise
+            raise CheckpointError(f"{path}: {name} cannot be read ({error.strerror})") from None
+        if not is_same:
+            raise CheckpointError(f"{path}: {name} was changed after it was written (SHA-256 differs)")
 
 
 class Loaded(NamedTuple):
@@ -331,15 +293,10 @@ class Loaded(NamedTuple):
     """Newer checkpoints that are damaged, and why; one per line."""
 
 
-Check: TypeAlias = Callable[[Path, dict[str, Any], dict[str, Any]], None]
-"""Checks the content of a checkpoint: its folder, its state, its facts."""
-
-
-def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | None = None) -> Loaded | None:
+def load_newest(folder: Path, ranks: Ranks | None = None) -> Loaded | None:
     """Load the newest valid checkpoint, and name the damaged ones that were passed over.
 
-    All ranks call it and load the same one, and rank 0 compares the sums. ``check`` raises a
-    `CheckpointError` if a checkpoint with valid sums holds something else.
+    All ranks call it and load the same one, and rank 0 compares the sums.
 
     Returns:
         The checkpoint; None if the folder has none at all.
@@ -356,14 +313,13 @@ def load_newest(folder: Path, check: Check = lambda *_: None, ranks: Ranks | Non
             if ranks.rank == 0:
                 check_files(path, manifest)
             state = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
-            check(path, state, manifest["facts"])
         except CheckpointError as error:
             reason = str(error)
         except Exception as error:  # a hostile or foreign file may make the reader raise anything
             if is_oom(error):
                 raise
             reason = f"{path}: {STATE} cannot be read ({type(error).__name__})"
-        reasons = [found for found in ranks.gather(reason) if found]
+        reasons = [failure for failure in ranks.gather(reason) if failure]
         if not reasons:
             return Loaded(path, state, manifest["facts"], passed_over)
         passed_over.append(reasons[0])

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from autobatch.core.errors import AutobatchError, CheckpointError, InputError
+from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Plan, RunRecord
 from autobatch.core.text import error_text
@@ -31,7 +31,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.ema import load_average
 from autobatch.step.gradients import is_sharded
-from autobatch.training.checkpoint import MANIFEST, SHARDED, STATE, Loaded, load_newest
+from autobatch.training.checkpoint import SHARDED, Loaded, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.workload.nested import map_leaves
@@ -62,15 +62,10 @@ class _StoredRecords(RunRecord, frozen=True, kw_only=True):
     profile: str | None = None
 
 
-FACTS = ("plan", "key", "seed", "ranks", "order", "samples", "total_steps", "total_samples")
-"""Facts that every checkpoint has; see `autobatch.training.run.train_plan`."""
+STEPS, SAMPLES = "number of optimizer steps", "number of samples in all of them"
+"""Facts of a run that only some resumes depend on."""
 COUNTERS = ("batches_seen", "steps_applied", "oom_recoveries", "skipped_steps_in_a_row")
 """Counters of a loop, which has fields of the same names."""
-PARTS = (
-    "model", "buffers", "frozen", "evaluated", "optimizers", "schedules", "scaler", "average",
-    "items_per_sample", "stream", "random", "micro_batch", "counters",
-)  # fmt: skip
-"""Parts of a state; see `capture_loop`."""
 
 
 def capture_loop(loop: Loop) -> dict[str, Any]:
@@ -230,7 +225,7 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
     """
     folder = out / CHECKPOINTS
     with memory_named(f"a checkpoint, which is intact, was loaded from {folder}"):
-        loaded = load_newest(folder, check_content, ranks)
+        loaded = load_newest(folder, ranks)
     if loaded is None:
         raise InputError(f"--resume found no checkpoint in {folder}: start without --resume")
     return loaded
@@ -247,63 +242,39 @@ def stored_records(facts: Mapping[str, Any]) -> _StoredRecords | None:
     return msgspec.convert(stored, _StoredRecords) if "device" in stored else None
 
 
-def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
-    """Check that a checkpoint with valid sums holds a state that a run can continue from.
-
-    Raises:
-        CheckpointError: an entry is missing, or the state is that of another step.
-    """
-    for name, content, entries in ((MANIFEST, facts, FACTS), (STATE, state, PARTS)):
-        for entry in entries:
-            if not isinstance(content, dict) or entry not in content:
-                raise CheckpointError(f"{path}: {name} holds no run to resume: {entry!r} is missing")
-    seen = state["counters"]["batches_seen"]
-    if seen != int(path.name.removeprefix("step-")):
-        raise CheckpointError(f"{path}: {STATE} has the state of step {seen}")
-
-
-def data_order_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
-    """Return the facts of the data order that a checkpoint keeps."""
+def run_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
+    """Return what tells the batches of a run from those of another, by its name in messages."""
     return {
-        "order": ORDER_VERSION,
-        "total_steps": sampler.total,
-        "samples": sampler.samples,
-        "total_samples": sampler.seen(sampler.total),
-        "sampler": None if sampler.order is None else order_digest(sampler.order),
+        "--target-batch": sampler.target_batch,
+        "--seed": sampler.seed,
+        "version of the data order": ORDER_VERSION,
+        "number of training samples": sampler.samples,
+        "order of the sampler": None if sampler.order is None else order_digest(sampler.order),
+        STEPS: sampler.total,
+        SAMPLES: sampler.seen(sampler.total),
     }
 
 
-def check_same_run(
-    resumed: Loaded, options: Options, sampler: GlobalBatchSampler, *, is_scheduled: bool
-) -> None:
+def check_same_run(resumed: Loaded, sampler: GlobalBatchSampler, *, is_scheduled: bool) -> None:
     """Check that the remaining batches are those of the interrupted run.
 
     Raises:
         InputError: they differ; names the difference.
     """
-    before, now = resumed.facts, data_order_facts(sampler)
-    done, steps, same = resumed.state["counters"]["batches_seen"], before["total_steps"], "the same"
-    rows = [
-        ("--target-batch", options.target_batch, before["plan"]["target_batch"], same),
-        ("--seed", options.seed, before["seed"], same),
-        ("version of the data order", now["order"], before["order"], "the run its own autobatch"),
-        ("number of training samples", now["samples"], before["samples"], "the same data"),
-        ("order of the sampler", now["sampler"], before.get("sampler"), "the same sampler"),
-    ]
-    if is_scheduled:
-        what = "number of optimizer steps, which the schedule was built for,"
-        rows.append((what, sampler.total, steps, "the same --steps or --epochs"))
-    if done == steps:
+    before, now = resumed.facts["run"], run_facts(sampler)
+    done = resumed.state["counters"]["batches_seen"]
+    names = before.keys() - {STEPS, SAMPLES}
+    if is_scheduled:  # the schedule was built for them
+        names |= {STEPS}
+    if done == before[STEPS]:
         # The last batch of the run may have been short, and would be full in a longer run.
-        what = f"number of samples in {done} optimizer steps"
-        rows.append((what, sampler.seen(done), before["total_samples"], "the same --epochs"))
-    for what, asked, stored, remedy in rows:
-        if asked != stored:
-            given = f"no {what}" if asked is None else f"{what} {asked}"
-            found = "none" if stored is None else stored
+        names |= {SAMPLES}
+        now[SAMPLES] = sampler.seen(done)
+    for name in sorted(names):
+        if now[name] != before[name]:
             raise InputError(
-                f"{given} does not match the checkpoint {resumed.path}, which has {found}: give {remedy}, or "
-                "start without --resume"
+                f"{name} {now[name]} does not match the checkpoint {resumed.path}, which has {before[name]}: "
+                "give the same options, data, sampler and autobatch, or start without --resume"
             )
     if done > sampler.total:
         raise InputError(

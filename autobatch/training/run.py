@@ -44,7 +44,7 @@ from autobatch.training.checkpoint import (
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import Earlier, Metrics, RunTotals, Until, rewind_metrics
-from autobatch.training.resume import capture_loop, data_order_facts, restore_loop
+from autobatch.training.resume import capture_loop, restore_loop, run_facts
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check import SHARED, check_loss_splits
 from autobatch.training.trackers import LoggedRun, open_trackers
@@ -124,8 +124,7 @@ def train_plan(
             **run.facts,
             "notes": notes,
             "sample_seeds": loop.feed.seeds_samples,
-            "seed": options.seed,
-            **data_order_facts(sampler),
+            "run": run_facts(sampler),
             "versions": versions(),
             "ranks": ranks.gather(device_key(setup)),
         }

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from autobatch import CheckpointError
-from autobatch.planning import make_plan
 from autobatch.training import checkpoint
 from autobatch.training.checkpoint import (
     MANIFEST,
@@ -26,8 +24,6 @@ from autobatch.training.checkpoint import (
     save_checkpoint,
     write_manifest,
 )
-from autobatch.training.loop import Loop
-from autobatch.training.resume import capture_loop, data_order_facts
 
 
 def save(
@@ -35,26 +31,6 @@ def save(
 ) -> Path:
     state = state or {"weights": torch.full((size,), float(step)), "step": step}
     return save_checkpoint(folder, step=step, state=state, facts={"seed": 1, "step": step}, **options)
-
-
-def facts_of(loop: Loop) -> dict[str, Any]:
-    """Return the facts that a training run stores beside its checkpoints."""
-    plan = make_plan(
-        target_batch=loop.sampler.target_batch, micro_batch_limit=loop.micro_batch, learning_rate=0.1
-    )
-    more = {"plan": msgspec.to_builtins(plan), "key": {}, "seed": 0, "ranks": [{}]}
-    return {**more, **data_order_facts(loop.sampler)}
-
-
-def save_run(folder: Path, loop: Loop, steps: int) -> list[Path]:
-    """Train so many steps with a checkpoint after each."""
-    found = []
-    for record in loop.run():
-        state = capture_loop(loop)
-        found.append(save_checkpoint(folder, step=record.step, state=state, facts=facts_of(loop)))
-        if record.step == steps:
-            break
-    return found
 
 
 def reseal(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch import CheckpointError, InputError
+from autobatch import InputError
 from autobatch.training.checkpoint import (
     MANIFEST,
     STATE,
@@ -23,28 +20,12 @@ from autobatch.training.checkpoint import (
     list_checkpoints,
     load_newest,
     read_manifest,
-    write_manifest,
 )
 from tests.support.checkpoints import is_valid, newest, save, seal
 from tests.support.planted import payloads
 
 
 def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    path = save(tmp_path, 2)
-    loaded = load_newest(tmp_path)
-    assert loaded is not None
-    assert (loaded.path, loaded.facts, loaded.passed_over) == (path, {"seed": 1, "step": 2}, [])
-    assert torch.equal(loaded.state["weights"], torch.full((8,), 2.0))
-    assert load_newest(tmp_path / "nothing") is None
-    manifest = read_manifest(path)
-    assert (manifest["step"], manifest["facts"]) == (2, {"seed": 1, "step": 2})
-    before = (path / MANIFEST).read_bytes()
-    seal(path, manifest["facts"])  # reads the file, where the run summed it up while it was written
-    assert (path / MANIFEST).read_bytes() == before
-
-
-def test_values_come_back_as_they_were(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     tied = torch.randn(100)
     values = [None, True, 2**70, "text", b"bytes", (1, [2]), {1, "a"}, Counter({3: 2}), OrderedDict(a=1)]
@@ -56,16 +37,18 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
     }
     check_savable(state)
     with torch.device("meta"):  # the default device of a user changes nothing
-        save(tmp_path, 1, state=state)
+        path = save(tmp_path, 2, state=state)
         loaded = load_newest(tmp_path)
     assert loaded is not None
+    assert (loaded.path, loaded.facts, loaded.passed_over) == (path, {"seed": 1, "step": 2}, [])
     assert all(map(torch.equal, loaded.state["tensors"], state["tensors"]))
     assert loaded.state["values"] == values
     assert list(map(type, loaded.state["values"])) == list(map(type, values))
     assert list(map(type, loaded.state["numbers"])) == [float, int]
-    one, other = loaded.state["tied"]
-    assert torch.equal(one, tied)
-    assert one.data_ptr() == other.data_ptr()
+    first, second = loaded.state["tied"]
+    assert torch.equal(first, tied)
+    assert first.data_ptr() == second.data_ptr()
+    assert load_newest(tmp_path / "nothing") is None
 
 
 class Odd:
@@ -95,11 +78,32 @@ def test_a_change_of_any_byte_is_detected(tmp_path: Path, name: str) -> None:
     loaded = load_newest(tmp_path)
     assert loaded is not None
     assert loaded.state["step"] == 1
-    assert len(loaded.passed_over) == 1
-    assert name in loaded.passed_over[0]
+    (line,) = loaded.passed_over
+    assert name in line
     assert (path / name).read_bytes() == bytes(changed), "a damaged checkpoint is never deleted"
     (path / name).write_bytes(content)
     assert newest(tmp_path) == 2
+
+
+def test_a_file_that_is_cut_missing_or_planted_is_detected(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    for change, message in (
+        (lambda: (path / STATE).write_bytes((path / STATE).read_bytes()[:-1]), f"{STATE} was changed"),
+        ((path / STATE).unlink, f"{STATE} cannot be read"),
+        ((path / "planted.safetensors").touch, r"planted\.safetensors was changed"),
+        (lambda: path.rename(path.with_name("step-00000003")), "was changed"),
+    ):
+        seal(path, {})
+        assert is_valid(path)
+        change()
+        with pytest.raises(InputError, match=f"no checkpoint .* is valid .*{message}"):
+            load_newest(tmp_path)
+        shutil.rmtree(tmp_path)
+        save(tmp_path, 2)
+    content = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(content.replace('"schema": 8', '"schema": 5'))
+    with pytest.raises(InputError, match="has format 5, and this version reads 8"):
+        load_newest(tmp_path)
 
 
 def test_a_forged_state_with_right_sums_is_refused_and_not_executed(tmp_path: Path) -> None:
@@ -107,34 +111,10 @@ def test_a_forged_state_with_right_sums_is_refused_and_not_executed(tmp_path: Pa
     for payload in payloads(sentinel):
         (path / STATE).write_bytes(payload)
         seal(path, {})
-        with pytest.raises(
-            InputError, match=r"no checkpoint .* is valid .*state\.pt cannot be read"
-        ) as caught:
+        with pytest.raises(InputError, match=r"is valid .*state\.pt cannot be read") as caught:
             load_newest(tmp_path)
         assert not sentinel.exists()
         assert "\n" not in str(caught.value)
-
-
-def test_a_manifest_that_lists_something_else_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, 2)
-    sound = read_manifest(path)["files"]
-    for files, message in (
-        ({**sound, "../../secret": sound[STATE]}, "changed after"),
-        ({STATE: {"bytes": 3}}, "changed after"),
-        ([STATE], "cannot be read"),
-    ):
-        write_manifest(path / MANIFEST, {"step": 2, "files": files, "facts": {}})
-        with pytest.raises(CheckpointError, match=message):
-            read_manifest(path)
-    seal(path, {})
-    assert is_valid(path)
-    (path / "planted.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match=r"planted\.safetensors is not listed"):
-        load_newest(tmp_path)
-    content = (path / MANIFEST).read_text()
-    (path / MANIFEST).write_text(content.replace('"schema": 7', '"schema": 5'))
-    with pytest.raises(InputError, match="has format 5, and this version reads 7"):
-        load_newest(tmp_path)
 
 
 def test_checkpoints_of_later_steps_are_set_aside_and_leftovers_deleted(tmp_path: Path) -> None:
@@ -149,45 +129,5 @@ def test_checkpoints_of_later_steps_are_set_aside_and_leftovers_deleted(tmp_path
         "notes.txt", "step-00000001", "step-00000002", "step-00000003.damaged-1", "step-00000003.damaged-2",
     ]  # fmt: skip
     save(tmp_path, 3, keep_last=2)
-    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["2", "3"]
+    assert [read_manifest(path)["step"] for path in list_checkpoints(tmp_path)] == [2, 3]
     assert (tmp_path / "step-00000003.damaged-2" / STATE).read_bytes() == b"damaged"
-    shutil.rmtree(tmp_path / "step-00000003")
-    assert newest(tmp_path) == 2
-
-
-@contextmanager
-def host_memory(most_bytes: float) -> Iterator[None]:
-    """Check that this process takes at most so many bytes more within the block, without pages of files."""
-    ended, taken = threading.Event(), [memory_taken()]
-
-    def watch() -> None:
-        while not ended.wait(0.01):
-            taken.append(memory_taken())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-    assert max(taken) - taken[0] < most_bytes
-
-
-def memory_taken() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("RssAnon:"))) * 1024
-
-
-@pytest.mark.parametrize(
-    ("mib", "tensors"),
-    [pytest.param(256, 1, marks=pytest.mark.program), pytest.param(4096, 17, marks=pytest.mark.slow)],
-)
-def test_a_large_state_is_saved_and_loaded_without_a_copy(tmp_path: Path, mib: int, tensors: int) -> None:
-    size = (mib << 20) // tensors
-    state = {"step": 1} | {str(n): torch.full((size,), n, dtype=torch.uint8) for n in range(tensors)}
-    with host_memory(0.2 * (mib << 20)):
-        save(tmp_path, 1, state=state)
-        loaded = load_newest(tmp_path)
-    assert loaded is not None
-    assert all(torch.equal(loaded.state[str(n)], state[str(n)]) for n in range(tensors))

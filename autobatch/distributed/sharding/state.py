@@ -6,8 +6,6 @@ shard is in the header of its file. Its own format would add a pickle. Any numbe
 
 from __future__ import annotations
 
-import hashlib
-import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor import empty as empty_sharded
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError
+from autobatch.core.files import file_entry
 from autobatch.core.units import GiB
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.group import Group
@@ -68,7 +67,7 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
     own: dict[str, dict[str, Any]] = {}
     reason = ""
     try:
-        own = {path.name: _entry_of(path) for path in sorted(folder.glob(f"shard-{group.rank + 1:05d}-*"))}
+        own = {path.name: file_entry(path) for path in sorted(folder.glob(f"shard-{group.rank + 1:05d}-*"))}
     except OSError as error:
         reason = error.strerror or str(error)
     of_all = {}
@@ -176,14 +175,6 @@ def _files_of(shards: Mapping[str, Tensor], world: int) -> dict[str, int]:
         files[name] = number
         used += size
     return files
-
-
-def _entry_of(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {
-            "bytes": os.fstat(file.fileno()).st_size,
-            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-        }
 
 
 def _clear_error(rank: int, folder: Path, cause: BaseException) -> BaseException:
