@@ -18,7 +18,7 @@ RECORD_HELP = """\
 usage: autobatch record --out FILE [--steps N] [--seconds S] -- COMMAND
 
 Run a command as it is, and write the memory of its GPU, as torch records it, with
-the lines that took it. Then ask what would fit: autobatch estimate --snapshot FILE
+the lines that took it. Two sizes tell what would fit: autobatch estimate --snapshot N=FILE
 
   --out FILE     The snapshot; other ranks write beside it. (required)
   --steps N      Write it after N steps of an optimizer.

@@ -363,49 +363,6 @@ class Estimate(RankEstimate, frozen=True, kw_only=True):
     """Changes that let more fit, the best first; None if several GPUs were asked about."""
 
 
-class RecordedFit(Record, frozen=True, kw_only=True):
-    """A GPU on which a recorded program would run, or would not."""
-
-    profile: str
-    budget_bytes: int
-    fits: bool
-    fits_expandable: bool
-    """True if it fits with expandable segments."""
-
-
-class Refusal(Record, frozen=True, kw_only=True):
-    """A request for memory that a recorded program was refused."""
-
-    asked_bytes: int
-    device_free_bytes: int
-    """Free on the GPU."""
-    allocated_bytes: int
-    reserved_bytes: int
-    largest_free_bytes: int | None
-    """The largest free piece of what was reserved; None if the recording went on."""
-    reason: Literal["fragmented", "limited", "full"]
-    """``fragmented`` if as much was free, in pieces; ``limited`` if a limit of the process held it back."""
-
-
-class Recorded(Record, frozen=True, kw_only=True):
-    """A program whose memory was recorded once, in a snapshot of torch."""
-
-    file: str
-    device: int
-    """Index of the GPU."""
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    needed_bytes: int
-    """The reserved peak, with the request that was refused."""
-    expandable_bytes: int
-    """The same with expandable segments, by replay."""
-    memory: dict[str, int]
-    """Live bytes at the peak, or when memory ran out, by the line of the program that took them."""
-    fits: list[RecordedFit]
-    refused: Refusal | None
-    """None if memory did not run out."""
-
-
 class PredictedPoint(Record, frozen=True):
     """Peak that the footprint predicted for a micro-batch before it ran."""
 

@@ -37,17 +37,6 @@ Stack = tuple[Frame, ...]
 """Frames of an allocation, the innermost first."""
 
 
-class OutOfMemory(NamedTuple):
-    """The first request that the allocator refused. All figures are bytes."""
-
-    asked: int
-    free: int
-    """Free on the GPU."""
-    reserved: int
-    largest_piece: int | None
-    """The largest free block of the allocator; None if the recording went on."""
-
-
 class OnPools(CachingAllocator):
     """A model of the allocator that is asked for blocks in their order, each of its own stream and pool."""
 
@@ -69,8 +58,7 @@ class Recording:
 
     device: int
     trace: Trace
-    """The events as of an empty allocator, up to the first request that was refused: first what is older than
-    the recording, in the order in which it is freed."""
+    """The events as of an empty allocator: first what is older, in the order in which it is freed."""
     stacks: Sequence[Stack]
     """Frames of each block, by its number."""
     pools: Sequence[int]
@@ -85,7 +73,8 @@ class Recording:
     """The driver put each new segment below those before it."""
     settings: str
     """``PYTORCH_ALLOC_CONF`` of the program, empty if unknown."""
-    refused: OutOfMemory | None
+    ran_out: bool
+    """True if the allocator refused a request."""
 
 
 class _Plain(pickle.Unpickler):
@@ -155,8 +144,7 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
     known: list[tuple[int, Stack]] = []
     """Pool and frames of each block, by its number."""
     pools: dict[object, int] = {}
-    stack_of = _interned()
-    end, refused = None, None
+    stack_of, ran_out = _interned(), False
 
     def add(place: list[tuple[int, int]], entry: Entry, size: int, frames: Any) -> int:
         """Add a block to the events or to what is older, and return its number."""
@@ -177,20 +165,14 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
             events.append((add(older, entry, int(entry["size"]), ()) if number is None else number, FREE))
         elif action in GROWS:
             reserved += GROWS[action] * entry["size"]
-            peak = peak if refused else max(peak, reserved)
-        elif action == "oom" and refused is None:
-            refused = OutOfMemory(int(entry["size"]), int(entry["device_free"]), reserved, None)
-            end = len(events) + 1
-            add(events, entry, refused.asked, entry.get("frames"))
+            peak = max(peak, reserved)
+        ran_out = ran_out or action == "oom"
     blocks = [(segment, block) for segment in segments for block in segment["blocks"]]
     for segment, block in sorted(blocks, key=lambda pair: (pair[1]["size"], pair[1]["address"])):
         if str(block["state"]).startswith("active") and block["address"] not in numbers:
             pool = {**segment, "pool_id": segment.get("segment_pool_id")}
             add(older, pool, int(block.get("requested_size") or block["size"]), block.get("frames"))
-    if refused is not None and end == len(events):
-        free = (int(block["size"]) for _, block in blocks if block["state"] == "inactive")
-        refused = refused._replace(largest_piece=max(free, default=0))
-    whole = [*older, *events[:end]]
+    whole = [*older, *events]
     order = [number for number, size in whole if size != FREE]
     private = [part for part in segments if tuple(part.get("segment_pool_id") or COMMON_POOL) != COMMON_POOL]
     return Recording(
@@ -204,7 +186,7 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
         is_expandable=any(segment.get("is_expandable") for segment in segments),
         falls=len(made) > 1 and made == sorted(made, reverse=True),
         settings=settings,
-        refused=refused,
+        ran_out=ran_out,
     )
 
 

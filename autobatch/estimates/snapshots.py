@@ -1,7 +1,6 @@
-"""Memory snapshots of a program that ran: where its memory went, and what would fit elsewhere.
+"""Memory snapshots of a program that ran at two or three sizes: what would fit elsewhere.
 
-    one:          Recording ─► peaks, what lives there, the GPUs on which it would have run
-    two or three: Recordings ─align─► Program ─replay─► the largest size on each GPU
+Recordings ─align─► Program ─replay─► the largest size on each GPU
 
 Nothing is traced and no device is touched. Recorded are all blocks of torch's allocator, whoever took them.
 Not seen is what is allocated elsewhere: the context of CUDA, for which a budget leaves room, and NCCL.
@@ -15,105 +14,102 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Recorded, RecordedFit, Refusal
+from autobatch.core.records import Estimate
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.device.cuda_allocator import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
-from autobatch.device.snapshot_file import OnPools, OutOfMemory, Recording, Stack, read_recordings
+from autobatch.device.snapshot_file import OnPools, Recording, Stack, read_recordings
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import need, with_remedies
 from autobatch.estimates.footprints import MARGIN, Footprint
 from autobatch.estimates.gpus import Gpus, Spending
 from autobatch.estimates.suggestions import helpful
-from autobatch.footprint.alignment import Aligned, Apart, Sized, align, block_sizes
+from autobatch.footprint.alignment import Aligned, Apart, Sized, align
 from autobatch.planning import equal_plan, even_split_note
 from autobatch.report.result import Estimates
 from autobatch.report.words import count, plural
 
-MOST_SNAPSHOTS = 3
-"""More tell no more: three sizes give a parabola."""
 MOST_LINES = 12
 """Lines of the program in an explanation, those with the most bytes."""
 MOST_GUESSED = 1 / 3
 """Share of a peak that may be taken as it is in the largest recording."""
 NOTED_SHARE = 0.01
 """Share of a peak by which a replay may differ from its recording without a note."""
+CHANGES = ("sequence", "lora", "checkpointing", "parallel", "precision")
+"""Options that change what runs."""
 _SIZED = re.compile(r"([1-9][0-9]{0,8})=(.+)", re.DOTALL)
 LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<frozen", "<string>", "?")
 """Parts of the names of files that are not the user's own."""
 
 
 def estimate_snapshots(options: Options) -> Estimates:
-    """Predict what fits from memory snapshots of a program, or explain a single one.
+    """Predict what fits from memory snapshots of a program.
 
     Args:
-        options: those of ``estimate``, with one to three snapshots.
+        options: those of ``estimate``, with two or three snapshots: three sizes give a parabola.
 
     Raises:
         InputError: a file or an option is invalid, or the recordings part too far.
         DoesNotFitError: not even a size of 1 fits on any of the GPUs.
     """
-    for section, name in (("model", ""), ("ranks", "parallel"), ("device", "precision")):
-        values = msgspec.structs.asdict(getattr(options, section))
-        usual = msgspec.structs.asdict(type(getattr(options, section))())
-        given = [each for each in values if values[each] != usual[each] and name in ("", each)]
-        if given:
+    for name in CHANGES:
+        if (given := getattr(options, name)) != getattr(Options(), name):
             raise InputError(
-                f"--{given[0]} {values[given[0]]} changes what runs, and --snapshot says what ran: record "
-                "the program with that change"
+                f"--{name} {given} changes what runs, and --snapshot says what ran: record the program with "
+                "that change"
             )
-    files = _named(options.snapshot)
-    gpus = Gpus(options)
-    if len(files) == 1:
-        ((_, path),) = files
-        return _explained(path, gpus)
-    sized: list[tuple[int, Recording]] = []
-    notes: list[str] = []
-    device: int | None = None
-    for size, path in sorted(files, key=lambda file: -file[0]):
-        recordings = read_recordings(path)
-        device = recordings[0].device if device is None else device
-        recording = next((each for each in recordings if each.device == device), recordings[0])
-        if recording.refused is not None:
-            raise InputError(f"{path} ended out of memory, so its step is not whole: record a size that fits")
-        notes += _notes(recordings, recording, str(path))
-        sized.insert(0, (size, recording))
-    return _predicted(sized, options, gpus, notes)
+    start, gpus = time.perf_counter(), Gpus(options)
+    recordings, notes = _read(options.snapshot)
+    program = _Recorded.of(recordings, options, gpus)
+    found = run_in_copies([partial(program.estimate, gpu) for gpu in gpus.asked])
+    found = with_remedies(found, gpus, lambda gpu: helpful(program.step, [], program.spending(gpu)))
+    notes += program.notes()
+    for estimate in found:
+        note = estimate.plan and even_split_note(estimate.plan, estimate.micro_batch)
+        notes += [f"{estimate.profile}: {note}"] if note else []
+    notes += gpus.notes(found)
+    if not gpus.are_named:
+        found.sort(key=need)
+    seconds = time.perf_counter() - start
+    found = [msgspec.structs.replace(estimate, seconds=seconds) for estimate in found]
+    return Estimates(estimates=found, notes=[*dict.fromkeys(notes)])
 
 
-def _named(snapshots: Sequence[str]) -> list[tuple[int, Path]]:
-    """Return the sizes and the files of ``[N=]FILE``; a single one has size 0 if none is given.
+def _read(snapshots: Sequence[str]) -> tuple[dict[int, Recording], list[str]]:
+    """Read ``N=FILE`` each. Return the recordings by size, the smallest first, and what they hide.
 
     Raises:
-        InputError: there are too many, or one has no size or that of another.
+        InputError: one has no size or that of another, or is invalid, or there are too few or too many.
     """
-    sized = [(_SIZED.fullmatch(text), text) for text in snapshots]
-    files = [(int(match[1]), Path(match[2])) if match else (0, Path(text)) for match, text in sized]
-    sizes = {size for size, _ in files}
-    if len(files) > 1 and (len(files) > MOST_SNAPSHOTS or len(sizes) < len(files) or 0 in sizes):
+    files = {int(match[1]): Path(match[2]) for match in map(_SIZED.fullmatch, snapshots) if match}
+    if len(files) != len(snapshots) or len(files) not in (2, 3):
         raise InputError(
-            f"give one snapshot, or two or three with different sizes (--snapshot 8=b8.pickle --snapshot "
+            "give two or three snapshots with different sizes (--snapshot 8=b8.pickle --snapshot "
             f"16=b16.pickle), found {', '.join(map(quoted, snapshots))}"
         )
-    return files
+    recordings: dict[int, Recording] = {}
+    notes: list[str] = []
+    for size, path in sorted(files.items()):
+        gpus = read_recordings(path)
+        index = next(iter(recordings.values()), gpus[0]).device
+        recordings[size] = recording = next((gpu for gpu in gpus if gpu.device == index), gpus[0])
+        if recording.ran_out:
+            raise InputError(f"{path} ended out of memory, so its step is not whole: record a size that fits")
+        notes += _hidden(recording, str(path))
+    return recordings, notes
 
 
-def _notes(recordings: Sequence[Recording], recording: Recording, name: str) -> Iterator[str]:
+def _hidden(recording: Recording, name: str) -> Iterator[str]:
     """Yield what a recording hides, one line each."""
-    others = [other for other in recordings if other is not recording]
-    if others:
-        peaks = ", ".join(f"GPU {other.device} {format_bytes(other.peak_reserved_bytes)}" for other in others)
-        yield f"{name}: this is GPU {recording.device}; other peaks: {peaks}"
     blocks, size = recording.older
     if blocks:
         yield (
@@ -131,126 +127,64 @@ def _notes(recordings: Sequence[Recording], recording: Recording, name: str) -> 
         yield f"{name} was recorded with {', '.join(unknown)}, which a replay does not know"
 
 
-def _live_at(trace: Trace, end: int) -> dict[int, int]:
-    """Return the bytes of the blocks that are live after an event, by their numbers."""
-    live: dict[int, int] = {}
-    for block, size in trace.events[: end + 1]:
-        if size == FREE:
-            live.pop(block, None)
-        else:
-            live[block] = size
-    return live
-
-
-def _by_line(live: dict[int, int], stacks: Sequence[Stack]) -> dict[str, int]:
-    """Return the bytes of live blocks by the line that took them, of those without a line by their size."""
-    lines = {block: line_of(stacks[block]) for block in live}
-    alone = Counter(size for block, size in live.items() if not lines[block])
-    taken: Counter[str] = Counter()
-    for block, size in live.items():
-        unknown = f"{plural(alone[size], 'block')} of {format_bytes(size)} without a line"
-        taken[lines[block] or unknown] += size
-    shown = dict(taken.most_common(MOST_LINES))
-    rest = taken.total() - sum(shown.values())
-    return shown | ({"all others": rest} if rest else {})
-
-
-# One recording
-
-
-def _explained(path: Path, gpus: Gpus) -> Estimates:
-    """Explain a single recording."""
-    recordings = read_recordings(path)
-    recording = recordings[0]
-    refused, trace = recording.refused, recording.trace
-    # The last event of a recording that ended out of memory is the request that was refused.
-    ran = trace if refused is None else Trace(trace.events[:-1])
-    outcome = replay(ran, _model(recording))
-    notes = [*_notes(recordings, recording, str(path))]
-    needed = recording.peak_reserved_bytes
-    if refused is not None:
-        needed = replay(trace, _model(recording)).peak_reserved_bytes or 0
-    else:
-        notes += _differences(needed, outcome.peak_reserved_bytes or 0, str(path))
-    expandable = needed
-    if not recording.is_expandable:
-        expandable = replay(trace, _model(recording, expandable=True)).peak_reserved_bytes or 0
-    if not any(recording.stacks):
-        notes.append(f"{path} has no frames, so its blocks are listed by size")
-    at = outcome.peak_at if refused is None else len(ran.events) - 1
-    budgets = {gpu.name: gpus.budget(gpu)[0] for gpu in gpus.asked}
-    recorded = Recorded(
-        file=str(path),
-        device=recording.device,
-        peak_allocated_bytes=outcome.peak_allocated_bytes,
-        peak_reserved_bytes=recording.peak_reserved_bytes,
-        needed_bytes=needed,
-        expandable_bytes=expandable,
-        memory=_by_line(_live_at(ran, at), recording.stacks),
-        fits=[
-            RecordedFit(
-                profile=name,
-                budget_bytes=budget,
-                fits=needed <= budget,
-                fits_expandable=expandable <= budget,
-            )
-            for name, budget in budgets.items()
-        ],
-        refused=None if refused is None else _refusal(refused, outcome.allocated_bytes),
-    )
-    return Estimates(estimates=[], notes=notes, recorded=recorded)
-
-
-def _model(recording: Recording, *, expandable: bool = False) -> OnPools:
-    """Return an empty model of the allocator for the blocks of a recording, without a limit."""
-    return OnPools(None, recording.pools, expandable=expandable or recording.is_expandable)
-
-
-def _refusal(refused: OutOfMemory, allocated: int) -> Refusal:
-    """Return why a request was refused, with what was allocated then."""
-    unused = refused.reserved - allocated
-    reason: Literal["fragmented", "limited", "full"] = "full"
-    if refused.asked <= unused:
-        reason = "fragmented"
-    elif AllocatorConfig().segment_bytes(refused.asked) <= refused.free:
-        reason = "limited"
-    elif refused.asked <= unused + refused.free:
-        reason = "fragmented"
-    return Refusal(
-        asked_bytes=refused.asked,
-        device_free_bytes=refused.free,
-        allocated_bytes=allocated,
-        reserved_bytes=refused.reserved,
-        largest_free_bytes=refused.largest_piece,
-        reason=reason,
-    )
-
-
-def _differences(recorded: int, replayed: int, name: str) -> list[str]:
-    """Return a note if a replay does not reserve what was recorded."""
-    if abs(replayed - recorded) <= NOTED_SHARE * recorded:
-        return []
-    return [
-        f"{name}: a replay of its blocks reserves {format_bytes(replayed)} at the peak, and the GPU reserved "
-        f"{format_bytes(recorded)}"
-    ]
-
-
-# Two or three recordings
-
-
-class _Prediction(NamedTuple):
+class _Recorded(NamedTuple):
     """Knowledge of a program that was recorded at several sizes."""
 
     step: Footprint
+    unpaired: frozenset[int]
+    """Blocks that are taken from the largest recording."""
     apart_bytes: int
-    """Live at the peak of the largest recording, and not in all of them."""
+    """Bytes of those that are live at its peak."""
+    share: float
+    """Their share of the peak."""
+    reserved_bytes: int
+    """Peak of a replay at the size of the largest recording."""
+    size: int
     recording: Recording
     """The largest."""
-    size: int
-    """Its size."""
     options: Options
     gpus: Gpus
+
+    @classmethod
+    def of(cls, recordings: dict[int, Recording], options: Options, gpus: Gpus) -> _Recorded:
+        """Fit a program to recordings, the smallest first.
+
+        Raises:
+            InputError: they part too far.
+        """
+        (program, unpaired), (size, last) = _aligned(recordings), max(recordings.items())
+        trace = program.at(size)
+        outcome = replay(trace, OnPools(None, last.pools, expandable=last.is_expandable))
+        reserved = outcome.peak_reserved_bytes or 0
+        live = _live_at(trace, outcome.peak_at)
+        apart = sum(live[block] for block in unpaired & live.keys())
+        share = apart / sum(live.values())
+        if share > MOST_GUESSED:
+            raise InputError(
+                f"the recordings part too far: {format_bytes(apart)} ({share:.0%}) of what is live at the "
+                f"peak of {size} are not in all of them, or grow by no rule. Record the same steps of the "
+                "same program, at sizes that are closer"
+            )
+        margin = max(MARGIN, abs(reserved - last.peak_reserved_bytes) / last.peak_reserved_bytes)
+        step = Footprint(program, margin, multiple=options.micro_batch_multiple)
+        return cls(step, unpaired, apart, share, reserved, size, last, options, gpus)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what limits a prediction, one line each."""
+        recorded = self.recording.peak_reserved_bytes
+        if abs(self.reserved_bytes - recorded) > NOTED_SHARE * recorded:
+            yield (
+                f"at {self.size}: a replay of its blocks reserves {format_bytes(self.reserved_bytes)} at the "
+                f"peak, and the GPU reserved {format_bytes(recorded)}"
+            )
+        if self.unpaired:
+            lives = "are not live at the peak"
+            if self.apart_bytes:
+                lives = f"are {self.share:.0%} of the peak. Recordings at larger sizes say more"
+            yield (
+                f"{plural(len(self.unpaired), 'block')} of {count(len(self.recording.pools))} are not in all "
+                f"recordings, or grow by no rule: taken as at {self.size}, where they {lives}"
+            )
 
     def spending(self, gpu: HardwareProfile) -> Spending:
         """Return the budget of a GPU, to be spent in a model with the streams of the recording."""
@@ -272,11 +206,9 @@ class _Prediction(NamedTuple):
             margin = self.apart_bytes * max(1, found.micro_batch / self.size - 1) / budget
             wider = self.step._replace(margin=min(1.0, self.step.margin + margin))
             found = spending.predict(wider, asked)
-        plan = None
+        plan, world = None, self.gpus.world
         if found.fits and target is not None:
-            plan = equal_plan(
-                target, found.micro_batch, world_size=self.gpus.world, multiple=self.step.multiple
-            )
+            plan = equal_plan(target, found.micro_batch, world_size=world, multiple=self.step.multiple)
         return Estimate(
             profile=gpu.name,
             budget_bytes=budget,
@@ -292,62 +224,33 @@ class _Prediction(NamedTuple):
             memory=_by_line(live, self.recording.stacks),
             modules={},
             phase="",
-            world_size=self.gpus.world,
+            world_size=world,
             seconds=0.0,
         )
 
 
-def _predicted(
-    sized: Sequence[tuple[int, Recording]], options: Options, gpus: Gpus, notes: Sequence[str]
-) -> Estimates:
-    """Predict what fits on each GPU from recordings, the smallest first.
-
-    Raises:
-        InputError: the recordings part too far.
-        DoesNotFitError: nothing fits.
-    """
-    start = time.perf_counter()
-    (program, unpaired), (largest, last) = _aligned(sized), sized[-1]
-    trace, recorded = program.at(largest), last.peak_reserved_bytes
-    outcome = replay(trace, _model(last))
-    reserved = outcome.peak_reserved_bytes or 0
-    margin = max(MARGIN, abs(reserved - recorded) / recorded)
-    step = Footprint(program, margin, multiple=options.micro_batch_multiple)
-    live = _live_at(trace, outcome.peak_at)
-    apart = sum(live[block] for block in unpaired & live.keys())
-    share = apart / sum(live.values())
-    if share > MOST_GUESSED:
-        raise InputError(
-            f"the recordings part too far: {format_bytes(apart)} ({share:.0%}) of what is live at the peak "
-            f"of {largest} are not in all of them, or grow by no rule. Record the same steps of the same "
-            "program, at sizes that are closer"
-        )
-    said = [*notes, *_differences(recorded, reserved, f"at {largest}")]
-    if unpaired:
-        lives = (
-            f"are {share:.0%} of the peak. Recordings at larger sizes say more"
-            if apart
-            else "are not live at the peak"
-        )
-        said.append(
-            f"{plural(len(unpaired), 'block')} of {count(len(last.pools))} are not in all recordings, or "
-            f"grow by no rule: taken as at {largest}, where they {lives}"
-        )
-    known = _Prediction(step, apart, last, largest, options, gpus)
-    found = run_in_copies([partial(known.estimate, gpu) for gpu in gpus.asked])
-    found = with_remedies(found, gpus, lambda gpu: helpful(step, [], known.spending(gpu)))
-    for estimate in found:
-        note = estimate.plan and even_split_note(estimate.plan, estimate.micro_batch)
-        said += [f"{estimate.profile}: {note}"] if note else []
-    said += gpus.notes(found)
-    if not gpus.are_named:
-        found.sort(key=need)
-    seconds = time.perf_counter() - start
-    found = [msgspec.structs.replace(estimate, seconds=seconds) for estimate in found]
-    return Estimates(estimates=found, notes=[*dict.fromkeys(said)])
+def _live_at(trace: Trace, end: int) -> dict[int, int]:
+    """Return the bytes of the blocks that are live after an event, by their numbers."""
+    live: dict[int, int] = {}
+    for block, size in trace.events[: end + 1]:
+        if size == FREE:
+            live.pop(block, None)
+        else:
+            live[block] = size
+    return live
 
 
-def _aligned(sized: Sequence[tuple[int, Recording]]) -> Aligned:
+def _by_line(live: dict[int, int], stacks: Sequence[Stack]) -> dict[str, int]:
+    """Return the bytes of live blocks by the line that took them."""
+    taken: Counter[str] = Counter()
+    for block, size in live.items():
+        taken[line_of(stacks[block]) or "without a line"] += size
+    shown = dict(taken.most_common(MOST_LINES))
+    rest = taken.total() - sum(shown.values())
+    return shown | ({"all others": rest} if rest else {})
+
+
+def _aligned(recordings: dict[int, Recording]) -> Aligned:
     """Fit a program to recordings, whose blocks are paired by their stack and pool.
 
     Raises:
@@ -355,30 +258,21 @@ def _aligned(sized: Sequence[tuple[int, Recording]]) -> Aligned:
     """
     points = [
         Sized(size, recording.trace, list(zip(recording.stacks, recording.pools, strict=True)))
-        for size, recording in sized
+        for size, recording in recordings.items()
     ]
     try:
         return align(points)
     except Apart as apart:
-        ends = dict(sized)
-        where = [
-            f"block {block:,} of {len(ends[size].pools):,} at {size}{_about(ends[size], block)}"
-            for size, block in zip(apart.sizes, apart.reached, strict=True)
-        ]
+        where = []
+        for size, block in zip(apart.sizes, apart.reached, strict=True):
+            stacks = recordings[size].stacks
+            line = line_of(stacks[block]) if block < len(stacks) else "its end"
+            where.append(f"block {block:,} of {len(stacks):,} at {size} ({line or 'without a line'})")
         raise InputError(
             f"the recordings at {apart.sizes[0]} and {apart.sizes[1]} part too far: after {where[0]} and "
             f"{where[1]} more than {apart.most} blocks are in one of them alone. Record the same steps of "
             "the same program, at sizes that are closer"
         ) from None
-
-
-def _about(recording: Recording, block: int) -> str:
-    """Return the size and the line of a block."""
-    sizes = block_sizes(recording.trace)
-    if block >= len(sizes):
-        return " (its end)"
-    line = line_of(recording.stacks[block])
-    return f" ({format_bytes(sizes[block])}{line and ' in '}{line})"
 
 
 def line_of(stack: Stack) -> str:

@@ -19,7 +19,6 @@ from autobatch.core.records import (
     Probe,
     RankEstimate,
     Record,
-    Recorded,
     RunRecord,
     StepRecord,
     Training,
@@ -153,8 +152,6 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
     estimates: list[Estimate]
     over_ranks: list[RankEstimate] = []
     """The same for other numbers of ranks and other GPUs; empty for one rank."""
-    recorded: Recorded | None = None
-    """The program of a single memory snapshot, which has no ``estimates``; else None."""
     notes: list[str] = []
 
     def to_json(self, *_: str) -> dict[str, Any]:
@@ -162,7 +159,7 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
         return {**HEAD, **msgspec.to_builtins(self)}
 
     def _text(self) -> str:
-        lines = estimate_lines(self.estimates, self.over_ranks, self.recorded)
+        lines = estimate_lines(self.estimates, self.over_ranks)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:

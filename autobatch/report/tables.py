@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from autobatch.core.records import Attempt, Estimate, RankEstimate, Recorded, Trial
+from autobatch.core.records import Attempt, Estimate, RankEstimate, Trial
 from autobatch.core.text import module_in_words, printable
 from autobatch.core.units import format_bytes
 from autobatch.report.words import count, decimal, plural
@@ -76,13 +76,8 @@ def trials_table(trials: Sequence[Trial]) -> Table:
     return table_of(f"{plural(len(trials), 'trial')}, {infeasible} infeasible", trials, cells)
 
 
-def estimate_lines(
-    estimates: Sequence[Estimate], over_ranks: Sequence[RankEstimate], recorded: Recorded | None
-) -> Iterator[str]:
+def estimate_lines(estimates: Sequence[Estimate], over_ranks: Sequence[RankEstimate]) -> Iterator[str]:
     """Yield what is predicted: what fits on each GPU, and where the memory of a single one goes."""
-    if recorded is not None:
-        yield from _recorded_lines(recorded)
-        return
     cells: dict[str, Callable[[Estimate], str]] = {
         "GPU": lambda gpu: gpu.profile,
         "budget": lambda gpu: format_bytes(gpu.budget_bytes),
@@ -133,49 +128,6 @@ def _memory_lines(gpu: Estimate) -> list[str]:
             sizes += [(f"  {module_in_words(name)}", own) for name, own in largest]
     phase = f", phase {gpu.phase}" if gpu.phase else ""
     caption = f"memory at the peak of micro-batch {max(1, gpu.micro_batch):,}{phase}"
-    return _share_lines(caption, sizes, sum(gpu.memory.values()))
-
-
-def _share_lines(caption: str, sizes: Iterable[tuple[str, int]], total: int) -> list[str]:
+    total = sum(gpu.memory.values())
     rows = [[f"  {name}", format_bytes(size), f"{size / total:.0%}"] for name, size in sizes if size]
     return [f"{caption}:", *(aligned(rows) if rows else [])]
-
-
-def _recorded_lines(recorded: Recorded) -> Iterator[str]:
-    """Yield what a program took that was recorded, why memory ran out, and where it would run."""
-    reserved, allocated = recorded.peak_reserved_bytes, recorded.peak_allocated_bytes
-    gap, expandable = reserved - allocated, format_bytes(recorded.expandable_bytes)
-    yield (
-        f"peak reserved {format_bytes(reserved)}, allocated {format_bytes(allocated)}: {format_bytes(gap)} "
-        f"between them ({gap / max(1, reserved):.0%}) are fragmentation"
-    )
-    if (refused := recorded.refused) is None:
-        yield f"expandable_segments:True would reserve {expandable}"
-    else:
-        unused = refused.reserved_bytes - refused.allocated_bytes
-        largest = ""
-        if refused.largest_free_bytes is not None:
-            largest = f", at most {format_bytes(refused.largest_free_bytes)} in one piece"
-        verdict = {
-            "fragmented": "as much was free, but in pieces: fragmented",
-            "limited": "the GPU had enough: a limit of the process held it back",
-            "full": f"it lacked {format_bytes(refused.asked_bytes - unused - refused.device_free_bytes)}",
-        }
-        yield (
-            f"out of memory: asked for {format_bytes(refused.asked_bytes)}, and free were "
-            f"{format_bytes(refused.device_free_bytes)} on the GPU and {format_bytes(unused)} of the "
-            f"{format_bytes(refused.reserved_bytes)} that were reserved{largest}; {verdict[refused.reason]}"
-        )
-        yield (
-            f"with that request it needs {format_bytes(recorded.needed_bytes)}, and {expandable} with "
-            "expandable_segments:True, and more later"
-        )
-    caption = "memory at the peak" if refused is None else "memory when it ran out"
-    yield from ("", *_share_lines(caption, recorded.memory.items(), sum(recorded.memory.values())), "")
-    words = {(True, True): "yes", (False, True): "with expandable_segments:True", (False, False): "no"}
-    words[True, False] = "yes, without expandable_segments"
-    gpus = [
-        [fit.profile, format_bytes(fit.budget_bytes), words[fit.fits, fit.fits_expandable]]
-        for fit in recorded.fits
-    ]
-    yield from aligned([["GPU", "budget", "runs"], *gpus])

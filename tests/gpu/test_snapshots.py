@@ -108,12 +108,3 @@ def test_the_largest_size_of_two_snapshots_runs_and_one_more_does_not(program: P
     assert stats["reserved_bytes.all.peak"] == found["peak_reserved_bytes"]
     more = call(program.parent, program, size + 1, limit)
     assert more.returncode or json.loads(more.stdout)["num_alloc_retries"]
-
-
-def test_an_error_out_of_memory_is_recorded(program: Path) -> None:
-    out, printed = recorded(program, 512, limit=300)
-    assert printed == {}
-    refused = estimated(program.parent, "--snapshot", out)["recorded"]["refused"]
-    assert refused["reserved_bytes"] <= 300 << 20 < refused["reserved_bytes"] + refused["asked_bytes"]
-    assert refused["reason"] in ("limited", "fragmented")
-    assert refused["largest_free_bytes"] < refused["asked_bytes"]
