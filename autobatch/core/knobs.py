@@ -98,9 +98,7 @@ KNOBS = (
     ),
     Knob(
         COMPILE,
-        lambda here: (
-            () if here.compiler else ("off", "default", "reduce-overhead")[: 2 + here.gains_from_compile]
-        ),
+        lambda here: () if here.compiler else ("off", "default"),
         lambda here: str(here.compiler),
         pays_off=lambda here: here.gains_from_compile and here.planned_steps >= WORTH_COMPILING,
     ),

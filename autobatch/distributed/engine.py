@@ -50,7 +50,8 @@ from autobatch.distributed.reduce import (
     write_numbers,
 )
 from autobatch.step.gradients import norm_of
-from autobatch.step.loss import StepTotals
+from autobatch.step.loss import StepTotals, Term, numbers_of_terms
+from autobatch.step.loss import read_numbers as read_on_host
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
@@ -193,7 +194,8 @@ class GroupEngine(Engine):
         """
         if not any(numbers.has_terms for numbers in of_ranks):
             return
-        own = {name: term.on_host() for name, term in totals.terms.items()}
+        numbers = iter(read_on_host(numbers_of_terms(totals)))
+        own = {name: (term.items, next(numbers), next(numbers)) for name, term in totals.terms.items()}
         of_all = self.ranks.gather((bool(totals.sizes), own))
         first, *others = [list(terms) for has_samples, terms in of_all if has_samples]
         for other in others:
@@ -203,9 +205,9 @@ class GroupEngine(Engine):
                     f"and {', '.join(other) or 'of no name'} on another: return the same terms"
                 )
         totals.terms = {}
-        for name, term in [item for _, terms in of_all for item in terms.items()]:
-            before = totals.terms.get(name)
-            totals.terms[name] = term if before is None else before.plus(term)
+        for name, (items, loss, count) in [item for _, terms in of_all for item in terms.items()]:
+            term = totals.terms.setdefault(name, Term(items=items))
+            term.loss, term.count = term.loss + loss, term.count + count
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """See `Engine.broadcast`.
@@ -315,7 +317,7 @@ class Shared(GroupEngine):
 
     def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
         super().__init__(group, train_state, filler)
-        self._model: ShardedModel = train_state.shared  # type: ignore[assignment]
+        self._model: ShardedModel = train_state.shared
         self.mesh = self._model.mesh
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
         cells = num_cells(group.world, len(RankNumbers._fields) + len(train_state.optimizers) + 1)
@@ -331,7 +333,7 @@ class Shared(GroupEngine):
         self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
     ) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a pass over a batch."""
-        train_state.peers = self  # type: ignore[assignment]  # there are no rows to gather
+        train_state.peers = self  # there are no rows to gather
         padded = self._padded(micro_batches, count, rounds)
         yield from self._model.begin_step(padded, rounds)
         # Its end undoes what the micro-batches of weight 0 have changed.

@@ -25,12 +25,13 @@ from autobatch.distributed.group import Group, join_loop
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.shared_stream import open_stream
 from autobatch.planning import check_world_size, launched_world_size
+from autobatch.step.counts import CountsAhead
 from autobatch.step.gradients import Gradients, exchange_buffer, norm_of
-from autobatch.step.loss import CountsAhead, StepTotals, normalize_loss, terms_of
+from autobatch.step.loss import StepTotals, begin_terms, weigh_loss
 from autobatch.step.optimizers import refuse_closure
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepResult, finish, prepare_terms, run_backward
+from autobatch.step.train_step import StepResult, finish, run_backward
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
@@ -71,14 +72,12 @@ class Batch:
         self.samples = len(drawn.ids)
         """The plan's target batch, or fewer if the data ends within this batch; those of all ranks."""
         self._state, self._engine = run.train_state, run.engine
-        self._totals = StepTotals(samples=self.samples, form=self._state.form)
+        self._totals = StepTotals(samples=self.samples)
         self._sizes = [len(part.ids) for part in run.split.parts(drawn, run.micro_batch)]
         self._open: int | None = None
         """Samples of the micro-batch that waits for `backward`; None if there is none."""
         self._is_stepped = False
         counts = self._state.counts
-        if counts is not None:
-            counts.begin()
         # No zip, which would hold each micro-batch until the next one is there.
         made = map(lambda *pair: pair, feed.collated(drawn, run.micro_batch), self._sizes)
         self._micro_batches: Iterator[tuple[Any, int]] = made if counts is None else counts.ahead(made)
@@ -125,11 +124,10 @@ class Batch:
                 "batch.backward() was called without a micro-batch",
                 "call it once in each round of `for micro in batch:`, with the sum of its losses",
             )
-        terms, state, totals = terms_of(loss), self._state, self._totals
+        state, totals = self._state, self._totals
         if not totals.sizes:
             state.gradients.clear()
-            prepare_terms(state, totals, terms)
-        weighted = normalize_loss(state, totals, terms, self._open)
+        weighted = weigh_loss(state, totals, loss, self._open)
         with state.gradients.summed_apart():
             run_backward(state, totals, weighted, self._open)
         self._open = None
@@ -160,7 +158,7 @@ class Batch:
             )
         if not totals.sizes:
             state.gradients.clear()
-            prepare_terms(state, totals, None)
+            begin_terms(state, totals, None)
         state.max_grad_norm = max_grad_norm
         self._engine.combine(state, totals)
         result = finish(state, totals, mark=lambda _: None)

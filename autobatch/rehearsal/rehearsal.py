@@ -17,10 +17,9 @@ from autobatch.core.knobs import COMPILE
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Meter, followed_modules
-from autobatch.device.oom import Verdict, classify, first_line, lost_context_ignored, requested_bytes
+from autobatch.device.oom import Verdict, classify, first_line, requested_bytes
 from autobatch.rehearsal.setup import Setup
-from autobatch.step.apply_knobs import free_graphs, uses_graphs
-from autobatch.step.restore import restorer_of, temporary_weights
+from autobatch.step.restore import temporary_state, temporary_weights
 from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
@@ -155,20 +154,10 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
         learning_rate: None for the workload's own.
     """
     if setup.sharding is None:
-        try:
-            with temporary_weights(setup.model, setup.device.torch_device):
-                train_state = _build(setup, meter, learning_rate)
-                with meter.uncounted():
-                    restore = restorer_of(train_state.optimizers)
-                try:
-                    yield train_state
-                finally:
-                    del train_state
-                    with lost_context_ignored(), meter.uncounted():
-                        restore()
-        finally:
-            if uses_graphs(setup.knobs):
-                free_graphs()
+        with temporary_weights(setup.model, setup.device.torch_device):
+            train_state = _build(setup, meter, learning_rate)
+            with temporary_state(train_state.optimizers):
+                yield train_state
         return
     # Importing FSDP takes a second, which a run without it saves.
     from autobatch.distributed.sharding.build import sharded_copy

@@ -23,31 +23,24 @@ from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING, COMPILE, OPTIMIZE
 from autobatch.workload.contract import Collated, LossFunction, LossValue, WholeBatchLoss
 from autobatch.workload.nested import map_tensors
 
-IMPLEMENTATIONS: dict[object, dict[str, bool]] = {
-    "for-loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True, "fused": False},
-    "fused": {"foreach": False, "fused": True},
-}
-"""Settings of torch's own optimizers (torch/optim/optimizer.py, ``_foreach_doc`` and ``_fused_doc``)."""
-GRAPHS = "reduce-overhead"
-"""Mode of the compiler that records CUDA graphs."""
-
 
 def apply_layout(model: nn.Module, knobs: Mapping[str, object]) -> None:
     """Put 4-D weights and buffers into the layout that the knobs request, with the same values."""
-    if not knobs.get(CHANNELS_LAST):
-        return
-    for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
-        if tensor.dim() == 4:
-            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+    if knobs.get(CHANNELS_LAST):
+        for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
+            if tensor.dim() == 4:
+                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
 
 
 def apply_implementation(optimizers: Iterable[torch.optim.Optimizer], knobs: Mapping[str, object]) -> None:
-    """Set the optimizers' implementation. Those without such a setting stay unchanged."""
-    settings = IMPLEMENTATIONS.get(knobs.get(OPTIMIZER), {})
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group.update({name: value for name, value in settings.items() if name in group})
+    """Set the optimizers' implementation. Those without such a setting stay unchanged.
+
+    The settings are those of torch's own (torch/optim/optimizer.py, ``_foreach_doc`` and ``_fused_doc``).
+    """
+    choice = knobs.get(OPTIMIZER, "default")
+    if choice != "default":
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group.update({name: name == choice for name in ("foreach", "fused") if name in group})
 
 
 def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, object]) -> LossFunction:
@@ -58,13 +51,12 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
     forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
     if knobs.get(CHECKPOINTING) == "full":
         forwards += [(block, _checkpoint_forward(block)) for block in find_blocks(model)]
-    mode = str(knobs.get(COMPILE, "off"))
-    if mode != "off":
+    if knobs.get(COMPILE, "off") != "off":
         with warnings.catch_warnings():
             # The compiler's own imports warn.
             warnings.simplefilter("ignore")
-            forwards.append((model, torch.compile(model.forward, mode=mode)))
-    to_layout, has_graphs = bool(knobs.get(CHANNELS_LAST)), uses_graphs(knobs)
+            forwards.append((model, torch.compile(model.forward)))
+    to_layout = bool(knobs.get(CHANNELS_LAST))
     if not forwards and not to_layout:
         return loss
 
@@ -73,51 +65,30 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
             return loss(temporary_weights, batch)
         if to_layout:
             batch = map_tensors(batch, _to_channels_last)
-        if has_graphs:
-            # Otherwise a forward pass that failed counts as one whose backward pass is still to come.
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with _replaced_forwards(forwards):
             return loss(temporary_weights, batch)
 
     return run
 
 
-def uses_graphs(knobs: Mapping[str, object]) -> bool:
-    """Return whether the forward and backward passes run as CUDA graphs."""
-    return knobs.get(COMPILE) == GRAPHS
-
-
-def free_graphs() -> None:
-    """Free the memory of CUDA graphs, which torch keeps with the compiled code."""
-    torch.compiler.reset()
-
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules that only hold others."""
-
-
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks: children of one class in the model's lists, sequences and dicts.
+    """Return the repeated blocks: children of one class in the model's lists and sequences.
 
-    No block contains another, and the towers of a dict that have blocks of their own are none. Of several
-    classes, the one with the most parameters wins. Blocks of a single layer do not count, because recomputing
-    them saves nothing.
+    No block contains another. Of several classes, the one with the most parameters wins. Blocks of a single
+    layer do not count, because recomputing them saves nothing.
     """
     groups: dict[object, dict[int, nn.Module]] = defaultdict(dict)
     for parent in model.modules():
-        if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            for child in parent.children():
-                if isinstance(parent, nn.ModuleDict) and find_blocks(child):
-                    continue
-                if any(True for _ in child.children()) and not isinstance(child, CONTAINERS):
-                    # All sequences share one class, so only those of one list are the same block repeated.
-                    kind = (type(child), id(parent) if type(child) is nn.Sequential else 0)
-                    groups[kind][id(child)] = child
-    repeated = [list(group.values()) for group in groups.values() if len(group) > 1]
+        for child in parent.children() if isinstance(parent, nn.ModuleList | nn.Sequential) else ():
+            if any(True for _ in child.children()) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                # All sequences share one class, so only those of one list are the same block repeated.
+                kind = (type(child), id(parent) if type(child) is nn.Sequential else 0)
+                groups[kind][id(child)] = child
 
     def size(blocks: list[nn.Module]) -> tuple[int, int]:
         return sum(p.numel() for block in blocks for p in block.parameters()), len(blocks)
 
+    repeated = [list(group.values()) for group in groups.values() if len(group) > 1]
     best = max(repeated, key=size, default=[])
     nested = {id(inner) for block in best for inner in block.modules() if inner is not block}
     return [block for block in best if id(block) not in nested]
@@ -144,14 +115,14 @@ def _checkpoint_forward(block: nn.Module) -> Callable[..., Any]:
 @contextmanager
 def _discarded_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     """Discard updates of running statistics within the block, so that a repeated forward pass counts once."""
-    saved = [(norm, dict(norm._buffers)) for norm in norms]
+    saved = [(norm._buffers, dict(norm._buffers)) for norm in norms]
     try:
-        for norm, buffers in saved:
-            norm._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+        for buffers, former in saved:
+            buffers.update({name: None if b is None else b.clone() for name, b in former.items()})
         yield
     finally:
-        for norm, buffers in saved:
-            norm._buffers.update(buffers)
+        for buffers, former in saved:
+            buffers.update(former)
 
 
 @contextmanager

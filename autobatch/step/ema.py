@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from autobatch.core.errors import InputError
-from autobatch.step.gradients import is_sharded, local_part, local_parts
+from autobatch.step.gradients import local_parts
 
 
 class WeightAverage:
@@ -30,6 +31,11 @@ class WeightAverage:
         self._averages: dict[nn.Parameter, Tensor] = {}
         self._start_missing()
 
+    def _start_missing(self) -> None:
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter not in self._averages:
+                self._averages[parameter] = _wide_copy(parameter)
+
     def tensors(self) -> list[Tensor]:
         """Return the averages."""
         return [self._averages[p] for p in self._parameters if p in self._averages]
@@ -38,36 +44,28 @@ class WeightAverage:
     def update(self) -> None:
         """Move the averages towards the weights, without waiting for the device."""
         self._start_missing()
-        same = [(a, p) for p, a in self._averages.items() if a.dtype == p.dtype]
+        move = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
+        averages, weights = local_parts([*self._averages.values()]), local_parts([*self._averages])
+        same = [pair for pair in zip(averages, weights, strict=True) if pair[0].dtype == pair[1].dtype]
         if same:
-            averages, weights = (local_parts(list(column)) for column in zip(*same, strict=True))
-            torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
-        for parameter, average in self._averages.items():
-            if average.dtype != parameter.dtype:
+            move(*map(list, zip(*same, strict=True)), 0)
+        for average, weight in zip(averages, weights, strict=True):
+            if average.dtype != weight.dtype:
                 # One at a time: float32 copies of all weights together would raise the peak.
-                own = local_part(parameter)
-                local_part(average).lerp_(own.to(average.dtype), 1.0 - self.decay)
+                move([average], [weight.to(average.dtype)], 0)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Replace the model's weights by the averages, rounded to the weights' types, within the block.
-
-        Weights that ranks share are overwritten, and copied before, because FSDP knows them by their memory.
-        """
-        whole = [(p, p.data, a) for p, a in self._averages.items() if not is_sharded(p)]
-        own = [(local_part(p.detach()), local_part(a)) for p, a in self._averages.items() if is_sharded(p)]
-        parts = [(weights, weights.clone(), average) for weights, average in own]
+        """Replace the values of the weights by the averages, rounded to their types, within the block."""
+        weights = local_parts([parameter.detach() for parameter in self._averages])
+        saved = [weight.clone() for weight in weights]
         try:
-            for parameter, _, average in whole:
-                parameter.data = average.to(parameter.dtype)
-            for weights, _, average in parts:
-                weights.copy_(average)
+            for weight, average in zip(weights, local_parts([*self._averages.values()]), strict=True):
+                weight.copy_(average)
             yield
         finally:
-            for parameter, data, _ in whole:
-                parameter.data = data
-            for weights, copy, _ in parts:
-                weights.copy_(copy)
+            for weight, value in zip(weights, saved, strict=True):
+                weight.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the decay and one average per parameter, None for a parameter frozen so far."""
@@ -75,25 +73,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the averages by those that `state_dict` returned.
-
-        Raises:
-            ValueError: the state belongs to other parameters.
-        """
-        self._averages = {}
-        for parameter, saved in zip(self._parameters, state["averages"], strict=True):
-            if saved is None:
-                continue
-            if saved.shape != parameter.shape:
-                raise ValueError(
-                    f"a parameter has shape {tuple(parameter.shape)}, its saved average {tuple(saved.shape)}"
-                )
-            self._averages[parameter] = _wide_copy(parameter).copy_(saved)
-
-    def _start_missing(self) -> None:
-        for parameter in self._parameters:
-            if parameter.requires_grad and parameter not in self._averages:
-                self._averages[parameter] = _wide_copy(parameter)
+        """Replace the averages by those that `state_dict` returned for the same parameters."""
+        pairs = zip(self._parameters, state["averages"], strict=True)
+        self._averages = {p: _wide_copy(p).copy_(saved) for p, saved in pairs if saved is not None}
 
 
 def load_average(average: WeightAverage | None, saved: dict[str, Any] | None) -> None:
@@ -102,12 +84,11 @@ def load_average(average: WeightAverage | None, saved: dict[str, Any] | None) ->
     Raises:
         InputError: only one of the two exists, or the decays differ.
     """
-    asked = None if average is None else average.decay
-    found = None if saved is None else saved["decay"]
-    if asked != found:
-        here, there = ("no --ema" if decay is None else f"--ema {decay:g}" for decay in (asked, found))
+    here, there = None if average is None else average.decay, None if saved is None else saved["decay"]
+    if here != there:
+        asked, known = ("no --ema" if decay is None else f"--ema {decay:g}" for decay in (here, there))
         raise InputError(
-            f"{here} does not match the resumed run, which used {there}: give the same, or start without "
+            f"{asked} does not match the resumed run, which used {known}: give the same, or start without "
             "--resume"
         )
     if average is not None and saved is not None:

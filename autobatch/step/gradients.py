@@ -3,16 +3,12 @@
 bf16 and fp16 cannot accumulate in their own precision: 1024 times 1/1024 is 0.25 in bf16. So each 16-bit
 gradient is added to a float32 sum as soon as a backward pass has finished it. Only the sum over the batch is
 rounded. On request they accumulate in the type of the weights, which takes half the memory.
-
-The backward pass of a CUDA graph writes its gradients to the same memory each time. torch makes the first of
-them the ``grad`` of a parameter, and the next micro-batch invalidates it (pytorch#169545). So these gradients
-are added to sums of their own, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
@@ -20,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.records import GradientDtype
-from autobatch.core.units import MiB, format_bytes
+from autobatch.core.units import MiB
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 EXCHANGE_BYTES = 25 * MiB
@@ -37,41 +33,26 @@ class Gradients:
         model: the model. Its parameters may get gradients that no optimizer reads; they are freed too.
         optimizers: their groups are read again for every batch, so that a schedule may unfreeze parameters.
         dtype: type in which the gradients of 16-bit parameters are summed.
-        are_overwritten: whether each backward pass overwrites the gradients of the last, as CUDA graphs do.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Optimizers,
-        *,
-        dtype: GradientDtype = "fp32",
-        are_overwritten: bool = False,
-    ) -> None:
-        self.dtype: GradientDtype = dtype
-        self.are_overwritten = are_overwritten
+    def __init__(self, model: nn.Module, optimizers: Optimizers, *, dtype: GradientDtype = "fp32") -> None:
+        self._low = LOW_PRECISION if dtype == "fp32" else ()
         self._optimizers = optimizers
-        trained = {id(p) for p in _parameters_of(optimizers)}
-        self._others = [p for p in model.parameters() if id(p) not in trained]
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._has_sums = any(self._has_sum(parameter) for parameter in _parameters_of(optimizers))
+        trained = parameters_of(optimizers)
+        self._others = [parameter for parameter in model.parameters() if parameter not in trained]
+        self._has_sums = any(parameter.dtype in self._low for parameter in trained)
 
     def summed_apart(self) -> AbstractContextManager[None]:
-        """Add 16-bit and overwritten gradients to sums of their own within the block, by hooks."""
+        """Add 16-bit gradients to float32 sums within the block, by hooks."""
         return self._hooked() if self._has_sums else nullcontext()
-
-    def _has_sum(self, parameter: nn.Parameter) -> bool:
-        return self.are_overwritten or self._sum_dtype(parameter) != parameter.dtype
-
-    def _sum_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        return torch.float32 if self.dtype == "fp32" and parameter.dtype in LOW_PRECISION else parameter.dtype
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._add_to_sum)  # type: ignore[no-untyped-call]
-            for parameter in {id(p): p for p in _parameters_of(self._optimizers)}.values()
-            if self._has_sum(parameter) and parameter.requires_grad
+            for parameter in parameters_of(self._optimizers)
+            if parameter.dtype in self._low and parameter.requires_grad
         ]
         try:
             yield
@@ -79,33 +60,39 @@ class Gradients:
             for hook in hooks:
                 hook.remove()
 
+    def _add_to_sum(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if parameter in self._sums:
+            self._sums[parameter].add_(gradient)
+        else:
+            self._sums[parameter] = gradient.float()
+
     def by_optimizer(self) -> list[list[Tensor]]:
         """Return the gradients of each optimizer, each gradient once, or the sum that it was added to.
 
         Of a gradient that ranks share, this is the part of this rank.
         """
-        known: set[int] = set()
-        found: list[list[Tensor]] = []
+        known: set[nn.Parameter] = set()
+        gradients: list[list[Tensor]] = []
         for optimizer in self._optimizers:
-            own: list[Tensor] = []
-            for parameter in _parameters_of((optimizer,)):
-                gradient = self._sums.get(parameter, parameter.grad) if self._sums else parameter.grad
-                if gradient is not None and id(gradient) not in known:
-                    known.add(id(gradient))
-                    own.append(gradient)
-            found.append(local_parts(own))
-        return found
+            own = [parameter for parameter in parameters_of((optimizer,)) if parameter not in known]
+            known.update(own)
+            found = [self._sums.get(p, p.grad) for p in own] if self._sums else [p.grad for p in own]
+            gradients.append(local_parts([gradient for gradient in found if gradient is not None]))
+        return gradients
 
     def by_parameter(self) -> list[tuple[nn.Parameter, Tensor | None]]:
         """Return each trained parameter once, with its gradient or sum; None if it has none."""
-        parameters = {id(p): p for p in _parameters_of(self._optimizers)}.values()
-        return [(p, self._sums.get(p, p.grad)) for p in parameters]
+        return [
+            (parameter, self._sums.get(parameter, parameter.grad))
+            for parameter in parameters_of(self._optimizers)
+        ]
 
     def new_zeros(self, parameter: nn.Parameter) -> Tensor:
         """Give a parameter without a gradient one of zeros, in the type in which it accumulates."""
-        if self._sum_dtype(parameter) != parameter.dtype:
-            self._sums[parameter] = torch.zeros_like(parameter, dtype=self._sum_dtype(parameter))
-            return self._sums[parameter]
+        if parameter.dtype in self._low:
+            return self._sums.setdefault(parameter, torch.zeros_like(parameter, dtype=torch.float32))
         parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
@@ -118,20 +105,14 @@ class Gradients:
     def clear(self) -> None:
         """Free all gradients."""
         self._sums.clear()
-        for parameter in _parameters_of(self._optimizers):
-            parameter.grad = None
-        for parameter in self._others:
+        for parameter in (*parameters_of(self._optimizers), *self._others):
             parameter.grad = None
 
-    def _add_to_sum(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        total = self._sums.get(parameter)
-        if total is None:
-            self._sums[parameter] = gradient.to(self._sum_dtype(parameter), copy=True)
-        else:
-            total.add_(gradient)
+
+def parameters_of(optimizers: Optimizers) -> dict[nn.Parameter, None]:
+    """Return the parameters that optimizers train now, each once."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return dict.fromkeys(parameter for group in groups for parameter in group["params"])
 
 
 def gradient_dtype_of(model: nn.Module, asked: GradientDtype | Literal["auto"]) -> GradientDtype:
@@ -145,16 +126,13 @@ def low_precision_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def gradient_sum_notes(model: nn.Module, dtype: GradientDtype) -> list[str]:
-    """Return a note on the memory of gradient sums if 16-bit parameters are trained, else nothing."""
-    elements = sum(parameter.numel() for parameter in low_precision_parameters(model))
-    if not elements:
+    """Return a note if gradients are summed in 16 bits, else nothing."""
+    if gradient_dtype_of(model, dtype) == "fp32":
         return []
-    how, takes = "in float32", "because 16-bit sums lose small micro-batches"
-    if dtype == "weights":
-        how, takes = "in 16 bits", "and loses small micro-batches (--gradient-dtype weights)"
-    size = format_bytes(elements * (2 if dtype == "weights" else 4))
+    elements = sum(parameter.numel() for parameter in low_precision_parameters(model))
     return [
-        f"{elements:,} parameters have 16 bits: their gradients are summed {how}, which takes {size}, {takes}"
+        f"the gradients of {elements:,} parameters are summed in 16 bits, which loses small micro-batches "
+        "(--gradient-dtype weights)"
     ]
 
 
@@ -163,22 +141,14 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor | float:
 
     It is a 0-d tensor, or a number if nothing has to wait for it.
     """
-    low: list[Tensor] = []
-    others: list[Tensor] = []
-    for gradient in gradients:
-        dense = gradient.coalesce().values() if gradient.is_sparse else gradient
-        (low if dense.dtype in LOW_PRECISION else others).append(dense)
-    norms = torch._foreach_norm(others) if others else ()
-    if low:
-        # In 16 bits a norm would have 8 or 11 bits, and could overflow.
-        norms = (*norms, *torch._foreach_norm(low, 2, torch.float32))
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    # In 16 bits a norm would have 8 or 11 bits, and could overflow.
+    is_low = any(gradient.dtype in LOW_PRECISION for gradient in dense)
+    norms = torch._foreach_norm(dense, 2, torch.float64 if is_low else None)
     if is_readable(norms[0]) and all(norm.is_cpu for norm in norms):
         return math.hypot(*(norm.item() for norm in norms))
-    first = norms[0]
-    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
-        norms = tuple(n.to(first.device, torch.float64) for n in norms)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
 
 
 def is_readable(value: Tensor) -> bool:
@@ -201,12 +171,7 @@ def local_parts(tensors: list[Tensor]) -> list[Tensor]:
     if not any(map(is_sharded, tensors)):
         return tensors
     with torch.no_grad():  # autograd would record the call, which takes three times as long
-        return [one.to_local() if is_sharded(one) else one for one in tensors]  # type: ignore[attr-defined]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of one tensor that this rank holds; see `local_parts`."""
-    return local_parts([tensor])[0]
+        return [each.to_local() if is_sharded(each) else each for each in tensors]  # type: ignore[attr-defined]
 
 
 def exchange_buffer(parameters: Sequence[nn.Parameter], device: torch.device, *, world: int) -> Tensor:
@@ -214,9 +179,3 @@ def exchange_buffer(parameters: Sequence[nn.Parameter], device: torch.device, *,
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     elements = min(sum(p.numel() for p in parameters), EXCHANGE_BYTES // dtype.itemsize)
     return torch.zeros(elements + len(parameters) + RANK_CELLS * world, dtype=dtype, device=device)
-
-
-def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[nn.Parameter]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]

@@ -15,10 +15,6 @@ from autobatch.step.gradients import Optimizers
 from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.user_code import user_code
 
-MODEL = ("model", "module")
-NAMED = ("named_parameters", "named_params")
-"""Names of the first argument of ``Workload(optimizer=…)`` that ask for something else than parameters."""
-
 
 def import_for_optimizers() -> None:
     """Import what torch imports with the first optimizer: its compiler, which takes 0.9 s.
@@ -32,12 +28,10 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
     """Build the optimizers of a model, ready to train.
 
     Raises:
-        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one whose step needs a closure or comes
-            in two parts.
+        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one whose step runs the loss again.
     """
     with user_code("optimizer", workload.optimizer):
-        made: Any = workload.optimizer(argument_of(workload, model), learning_rate)
-        optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
+        optimizers = _call(workload, model, learning_rate)
         for optimizer in optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise InputError(
@@ -49,8 +43,18 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
     return optimizers
 
 
-def argument_of(workload: Workload, model: nn.Module) -> Any:
-    """Return what the optimizer function takes first, by the name of its argument.
+def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    """Build the workload's optimizers for a stand-in parameter; none if they need the model's own."""
+    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1, device="cpu"))])
+    try:
+        made = _call(workload, stand_in, workload.learning_rate)
+    except Exception:
+        return []
+    return [built for built in made if isinstance(built, torch.optim.Optimizer)]
+
+
+def _call(workload: Workload, model: nn.Module, learning_rate: float) -> tuple[Any, ...]:
+    """Call the optimizer function with what the name of its first argument asks for.
 
     That is the model, pairs of name and parameter, or the parameters for any other name.
     """
@@ -58,20 +62,13 @@ def argument_of(workload: Workload, model: nn.Module) -> Any:
         name = next(iter(inspect.signature(workload.optimizer).parameters), "")
     except (TypeError, ValueError):  # a class or a built-in without a signature
         name = ""
-    if name in MODEL:
-        return model
-    return model.named_parameters() if name in NAMED else model.parameters()
-
-
-def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
-    """Build the workload's optimizers for a stand-in parameter; none if they need the model's own."""
-    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1, device="cpu"))])
-    try:
-        made = workload.optimizer(argument_of(workload, stand_in), workload.learning_rate)
-    except Exception:
-        return []
-    several = made if isinstance(made, list | tuple) else [made]
-    return [built for built in several if isinstance(built, torch.optim.Optimizer)]
+    given: Any = model.parameters()
+    if name in ("model", "module"):
+        given = model
+    elif name in ("named_parameters", "named_params"):
+        given = model.named_parameters()
+    made = workload.optimizer(given, learning_rate)
+    return tuple(made) if isinstance(made, list | tuple) else (made,)
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -80,19 +77,13 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         InputError: it needs one, for example LBFGS; or it has two steps, for example SAM.
     """
-    name = type(optimizer).__name__
-    if all(callable(getattr(optimizer, step, None)) for step in ("first_step", "second_step")):
-        raise InputError(
-            f"{name} has two steps per batch (first_step and second_step), each with a gradient of the whole "
-            "batch: train it with two autobatch.batches in your own loop (docs/loops.md), or use an "
-            "optimizer with one step, for example AdamW or Muon"
-        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    if needs_closure or (hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")):
         raise InputError(
-            f"{name} needs a closure, which runs the loss of the whole batch again within the step, and a "
-            "batch in micro-batches has no such loss: use an optimizer whose step() takes no closure, for "
-            "example AdamW or Muon"
+            f"{type(optimizer).__name__} runs the loss of the whole batch again within its step, and a batch "
+            "in micro-batches has no such loss: use an optimizer whose step() takes no closure, for example "
+            "AdamW or Muon, or take two steps with two autobatch.batches in your own loop (docs/loops.md)"
         )
 
 

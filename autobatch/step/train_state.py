@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,52 +14,19 @@ from autobatch.core.errors import InputError
 from autobatch.core.knobs import Configuration
 from autobatch.core.records import GradientDtype, Precision
 from autobatch.device.base import Meter
-from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout, uses_graphs
+from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout
+from autobatch.step.counts import CountsAhead
 from autobatch.step.ema import WeightAverage
-from autobatch.step.gradients import Gradients, Optimizers, exchange_buffer
-from autobatch.step.loss import CountsAhead, Form
+from autobatch.step.gradients import Gradients, Optimizers, exchange_buffer, parameters_of
 from autobatch.step.optimizers import build_optimizers
 from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
 from autobatch.workload.nested import feed
 
 T = TypeVar("T")
+MicroBatches = Iterable[tuple[Collated, int]]
+"""Micro-batches, each with its number of samples."""
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class PassExchange(Protocol):
-    """The exchange between the passes over a batch among ranks, each of which has some of its samples."""
-
-    @property
-    def counts_loss(self) -> bool:
-        """True on the one rank whose loss, and gradient of what only the loss uses, count."""
-
-    def gather(self, rows: Any) -> None:
-        """Fill in the rows of the other ranks; all ranks call it."""
-
-    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums of the counts of all ranks, by term; all ranks call it."""
-
-
-class SharedModel(Protocol):
-    """A model of which each rank holds a part of every parameter."""
-
-    rounds: int
-    """Micro-batches of the step that runs, as many on every rank."""
-
-    def run(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
-        """Call a function of the model and a micro-batch; all ranks call it together."""
-
-    def begin_step(
-        self, micro_batches: Iterable[tuple[Collated, int]], count: int
-    ) -> Iterable[tuple[Collated, int]]:
-        """Return the micro-batches of a step, as many on every rank, with what happens between them.
-
-        Each iteration over them is a pass, which all ranks run together.
-        """
-
-    def forget_gathered(self) -> None:
-        """Free all gathered parameters, so that changed weights are gathered anew."""
 
 
 @dataclass(kw_only=True)
@@ -84,42 +51,35 @@ class TrainState:
     """Items per sample in the first `Loss` with a count above 0; None before that, then fixed for the run."""
     after_step: Callable[[nn.Module], object] | None = None
     """The user's own change of the model after each applied step; None for none."""
-    form: Form | None = None
-    """Form of the loss; None before the first micro-batch, then fixed for the run."""
     counts: CountsAhead | None = None
-    """Counts of its terms, which follow from the data alone; None if no term needs them."""
+    """Counts of the terms of the loss, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
     exchange: Tensor | None = None
-    """Buffer in which ranks sum their gradients; None if this process trains alone, or DDP sums them."""
-    peers: PassExchange | None = None
-    """Exchange between the passes over the batch that ranks train now; None for one process."""
-    shared: SharedModel | None = None
-    """The model if ranks share it; None if this process has a whole one."""
+    """Buffer in which ranks sum their gradients; None if this process trains alone, or FSDP2 sums them."""
+    peers: Any = None
+    """The engine of the ranks that train the batch (`autobatch.distributed.engine`); None for one process."""
+    shared: Any = None
+    """The model if ranks share it (`autobatch.distributed.sharding.model`); None if it is whole here."""
 
-    def feed(self, fetched: Iterable[tuple[Collated, int]], meter: Meter) -> Iterable[tuple[Collated, int]]:
+    def feed(self, fetched: MicroBatches, meter: Meter) -> MicroBatches:
         """Move the micro-batches of a batch to the device, as often as the loss needs; see `nested.feed`."""
         counted = fetched if self.counts is None else self.counts.ahead(fetched)
         return feed(counted, self.device, meter, twice=isinstance(self.loss, WholeBatchLoss))
 
     def call(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
-        """Call a function of the model and a micro-batch; see `SharedModel.run`."""
+        """Call a function of the model and a micro-batch; of a shared one, all ranks call it together."""
         return function(self.model, batch) if self.shared is None else self.shared.run(function, batch)
 
-    def begin_step(
-        self, micro_batches: Iterable[tuple[Collated, int]], count: int
-    ) -> Iterable[tuple[Collated, int]]:
-        """Return the micro-batches of a step as a model has to see them; see `SharedModel.begin_step`."""
+    def begin_step(self, micro_batches: MicroBatches, count: int) -> MicroBatches:
+        """Return the micro-batches of a step, with what a shared model does between them."""
         return micro_batches if self.shared is None else self.shared.begin_step(micro_batches, count)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Replace the weights by their averages within the block, if there are any."""
-        if self.average is None:
-            yield
-            return
         try:
-            with self.average.swapped_in():
+            with nullcontext() if self.average is None else self.average.swapped_in():
                 self.forget_gathered()
                 yield
         finally:
@@ -165,36 +125,12 @@ def build_train_state(
         InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that trains nothing in this
             precision.
     """
-    knobs, precision, ema, world = settings.knobs, settings.precision, settings.ema, settings.world
+    knobs, precision, world = settings.knobs, settings.precision, settings.world
     apply_layout(model, knobs)
     rate = workload.learning_rate if learning_rate is None else learning_rate
     optimizers = build_optimizers(workload, model, rate)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     apply_implementation(optimizers, knobs)
-    parameters = list({id(p): p for group in groups for p in group["params"]}.values())
-    _check_parameters(parameters, precision)
-    return TrainState(
-        model=model,
-        loss=apply_forward(workload.loss, model, knobs),
-        counts=None if workload.counts is None else CountsAhead(workload.counts),
-        optimizers=optimizers,
-        parameters=parameters,
-        device=device,
-        precision=precision,
-        scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
-        max_grad_norm=settings.max_grad_norm,
-        gradients=Gradients(
-            model, optimizers, dtype=settings.gradient_dtype, are_overwritten=uses_graphs(knobs)
-        ),
-        # Both passes over a batch must see the same buffers.
-        buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
-        after_step=workload.after_step,
-        average=None if ema is None else WeightAverage(parameters, ema),
-        exchange=exchange_buffer(parameters, device, world=world) if world > 1 else None,
-    )
-
-
-def _check_parameters(parameters: list[nn.Parameter], precision: Precision) -> None:
+    parameters = list(parameters_of(optimizers))
     if not any(parameter.requires_grad for parameter in parameters):
         raise InputError(
             "Workload(optimizer=…) must train at least 1 parameter that requires a gradient, found 0 of "
@@ -205,6 +141,23 @@ def _check_parameters(parameters: list[nn.Parameter], precision: Precision) -> N
             "--precision fp16 needs fp32 parameters, found fp16: keep them in fp32, or choose --precision "
             "fp32 to run them in their own type"
         )
+    return TrainState(
+        model=model,
+        loss=apply_forward(workload.loss, model, knobs),
+        counts=None if workload.counts is None else CountsAhead(workload.counts),
+        optimizers=optimizers,
+        parameters=parameters,
+        device=device,
+        precision=precision,
+        scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
+        max_grad_norm=settings.max_grad_norm,
+        gradients=Gradients(model, optimizers, dtype=settings.gradient_dtype),
+        # Both passes over a batch must see the same buffers.
+        buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
+        after_step=workload.after_step,
+        average=None if settings.ema is None else WeightAverage(parameters, settings.ema),
+        exchange=exchange_buffer(parameters, device, world=world) if world > 1 else None,
+    )
 
 
 def precision_context(device: torch.device, precision: Precision) -> AbstractContextManager[object]:

@@ -18,7 +18,7 @@ predicted and probed is what trains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,24 +26,22 @@ from torch.autograd import Variable
 
 from autobatch.core.errors import InputError, NoGradientError
 from autobatch.core.records import Record
+from autobatch.step.counts import invalid_count
 from autobatch.step.gradients import is_readable, norm_of
 from autobatch.step.loss import (
     Number,
     StepTotals,
-    Term,
     WeightedLoss,
     at_least_32_bits,
-    check_form,
-    invalid_count,
-    normalize_loss,
+    begin_terms,
+    means_of_terms,
     numbers_of_terms,
     read_numbers,
-    read_terms,
-    terms_of,
+    weigh_loss,
 )
-from autobatch.step.train_state import TrainState, precision_context
+from autobatch.step.train_state import MicroBatches, TrainState, precision_context
 from autobatch.step.whole_batch import accumulate_whole
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
+from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, place_of, user_code
 
 Mark = Callable[[str], None]
@@ -70,7 +68,7 @@ class StepResult(Record, frozen=True, kw_only=True):
 
 def train_step(
     train_state: TrainState,
-    micro_batches: Iterable[tuple[Collated, int]],
+    micro_batches: MicroBatches,
     samples: int,
     *,
     places: Sequence[Sequence[int]] | None = None,
@@ -83,7 +81,7 @@ def train_step(
 
 def accumulate(
     train_state: TrainState,
-    micro_batches: Iterable[tuple[Collated, int]],
+    micro_batches: MicroBatches,
     samples: int,
     mark: Mark,
     *,
@@ -99,10 +97,8 @@ def accumulate(
         mark: called with each phase.
         places: see `accumulate_whole`.
     """
-    totals = StepTotals(samples=samples, form=train_state.form)
+    totals = StepTotals(samples=samples)
     train_state.buffers.take()
-    if train_state.counts is not None:
-        train_state.counts.begin()
     with train_state.gradients.summed_apart():
         if isinstance(train_state.loss, WholeBatchLoss):
             value = accumulate_whole(
@@ -114,46 +110,11 @@ def accumulate(
             totals.sizes.append(samples)
             totals.divisor = float(samples)
         else:
-            _run_pass(train_state, micro_batches, totals=totals, mark=mark)
+            _run_pass(train_state, micro_batches, totals, mark)
     return totals
 
 
-def prepare_terms(
-    train_state: TrainState, totals: StepTotals, terms: Mapping[str, Tensor | Loss] | None
-) -> None:
-    """Set the divisors of several terms before a batch trains, from the counts of its data over all ranks.
-
-    All ranks call it once per batch, in the first micro-batch; one without samples has no ``terms``.
-
-    Raises:
-        InputError: the loss has several terms with counts, and nothing counts them ahead.
-    """
-    counts, peers = train_state.counts, train_state.peers
-    form = None if terms is None else check_form(totals, terms)
-    if form is not None and form.counted and counts is None:
-        example = ", ".join(f"{name!r}: …" for name in form.counted)
-        raise InputError(
-            f"the loss has several terms, each divided by all that it counts in a batch, which must be "
-            f"known before the first backward pass: give Workload(counts=lambda batch: {{{example}}}), which "
-            "returns the counts of a collated micro-batch on the host"
-        )
-    train_state.form = train_state.form or form
-    if counts is None:
-        return
-    own = counts.sums(form)
-    # In the order of the loss; a footprint is traced without looking at the data.
-    items = own if form is None else {name: own.get(name, 1.0) for name in form.counted}
-    for name, total in (items if peers is None else peers.sum_counts(items)).items():
-        totals.terms[name] = Term(items=total, expected=own.get(name))
-
-
-def _run_pass(
-    train_state: TrainState,
-    micro_batches: Iterable[tuple[Collated, int]],
-    *,
-    totals: StepTotals,
-    mark: Mark,
-) -> None:
+def _run_pass(train_state: TrainState, micro_batches: MicroBatches, totals: StepTotals, mark: Mark) -> None:
     """Run the micro-batches forward and backward."""
     context = precision_context(train_state.device, train_state.precision)
     part = "data"
@@ -163,19 +124,17 @@ def _run_pass(
             mark("forward")
             # Entered anew for each: it holds the weights in 16 bits until it is left.
             with context:
-                terms = terms_of(train_state.loss(train_state.model, batch))
-                if not totals.sizes:
-                    prepare_terms(train_state, totals, terms)
-                weighted = normalize_loss(train_state, totals, terms, size)
+                loss = train_state.loss(train_state.model, batch)
+                weighted = weigh_loss(train_state, totals, loss, size)
             # From here on the micro-batch lives only as far as autograd has saved it.
-            del batch, terms
+            del batch, loss
             part = "the backward pass of its loss"
             mark("backward")
             run_backward(train_state, totals, weighted, size)
             part = "data"
             del weighted
         if not totals.sizes:
-            prepare_terms(train_state, totals, None)
+            begin_terms(train_state, totals, None)
     except Exception as error:
         mark_user_error(error, part, train_state.loss if part == "loss" else None)
         raise
@@ -188,13 +147,25 @@ def run_backward(
 
     It begins with the weights, where torch would begin with 1: the same gradient as that of their weighted
     sum, without the sum and its own backward pass.
+
+    ``torch.autograd.backward`` looks for overrides, functorch and wrong shapes, and hands the context of the
+    caller to the threads of other devices. On the CPU a step of a small model takes a tenth longer with it,
+    and the engine runs in the thread of the caller.
     """
     # A loss may return a constant if its micro-batch counts nothing.
     trained = [(loss, weight) for loss, weight, _ in weighted if loss.requires_grad]
     if trained:
         scaler = train_state.scaler
-        losses = [loss if scaler is None else scaler.scale(loss) for loss, _ in trained]
-        _backward(losses, [weight for _, weight in trained])
+        losses = tuple(loss if scaler is None else scaler.scale(loss) for loss, _ in trained)
+        # New ones each time, because a gradient may keep their memory.
+        begin = tuple(
+            torch.full_like(loss, weight) for loss, (_, weight) in zip(losses, trained, strict=True)
+        )
+        engine = getattr(Variable, "_execution_engine", None)
+        if engine is not None and all(type(loss) is Tensor and loss.is_cpu for loss in losses):
+            engine.run_backward(losses, begin, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        else:
+            torch.autograd.backward(losses, begin)
     for loss, weight, term in weighted:
         totals.loss = _plus(totals.loss, loss, weight)
         if term is not None:
@@ -202,36 +173,14 @@ def run_backward(
     totals.sizes.append(size)
 
 
-def _plus(total: Number, loss: Tensor, weight: Number) -> Number:
+def _plus(total: Number, loss: Tensor, weight: float) -> Number:
     """Add a weighted loss to a sum, on the host if it may be read there at once."""
     if is_readable(loss):
-        return total + loss.item() * float(weight)
-    if isinstance(total, Tensor) and not isinstance(weight, Tensor):
+        return total + loss.item() * weight
+    if isinstance(total, Tensor):
         return total.add(loss.detach(), alpha=weight)
     # A sum of its own: a constant loss may be one tensor for all micro-batches.
-    own = loss.detach() * weight
-    return own + total if isinstance(total, Tensor) or total else own
-
-
-def _backward(losses: Sequence[Tensor], weights: Sequence[Number]) -> None:
-    """Run the backward pass of 0-d losses, which begins with their weights.
-
-    ``torch.autograd.backward`` looks for overrides, functorch and wrong shapes, and hands the context of the
-    caller to the threads of other devices. On the CPU a step of a small model takes a tenth longer with it,
-    and the engine runs in the thread of the caller.
-    """
-    # A new one each time, because a gradient may keep its memory.
-    begin = tuple(
-        weight.to(loss, copy=True) if isinstance(weight, Tensor) else torch.full_like(loss, weight)
-        for loss, weight in zip(losses, weights, strict=True)
-    )
-    engine = getattr(Variable, "_execution_engine", None)
-    if engine is not None and all(type(loss) is Tensor and loss.is_cpu for loss in losses):
-        engine.run_backward(
-            tuple(losses), begin, False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
-    else:
-        torch.autograd.backward(losses, begin)
+    return loss.detach() * weight + total if total else loss.detach() * weight
 
 
 def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:
@@ -259,7 +208,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     items = float(totals.samples) if totals.count is None else count
     if not 0 <= items < math.inf:
         raise invalid_count(items, "the workload's loss")
-    terms = read_terms(totals, read[len(norms) :])
+    terms = means_of_terms(totals, read[len(norms) :])
     items = items if terms or not totals.terms else 0.0
     if items > 0 and not any(has_gradient):
         raise NoGradientError(
@@ -317,21 +266,16 @@ def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: boo
     if train_state.after_step is not None and moved:
         # Of a shared model, gathered weights would lose what is written to them.
         train_state.forget_gathered()
-        # A forward pass of a shared model may leave other parameters in their place.
-        held = {} if train_state.shared else dict(train_state.model.named_parameters())
+        held = dict(train_state.model.named_parameters())
         with torch.no_grad(), user_code("after_step"):
             train_state.after_step(train_state.model)
-        if held:
-            _check_same(held, dict(train_state.model.named_parameters()), place_of(train_state.after_step))
+        now = dict(train_state.model.named_parameters())
+        other = [name for name in {**held, **now} if held.get(name) is not now.get(name)]
+        if other and train_state.shared is None:  # whose forward pass may leave others in their place
+            raise InputError(
+                f"the workload's after_step{place_of(train_state.after_step)} added, removed or replaced the "
+                f"parameter {other[0]!r}, which the optimizer then does not train: change its values in "
+                "place, for example with copy_ or lerp_"
+            )
     if train_state.average is not None and moved:
         train_state.average.update()
-
-
-def _check_same(held: Mapping[str, Tensor], found: Mapping[str, Tensor], place: str) -> None:
-    """Check that a model has the parameters that it had: optimizers and checkpoints know no others."""
-    other = [name for name in {**held, **found} if held.get(name) is not found.get(name)]
-    if other:
-        raise InputError(
-            f"the workload's after_step{place} added, removed or replaced the parameter {other[0]!r}, which "
-            "the optimizer then does not train: change its values in place, for example with copy_ or lerp_"
-        )

@@ -50,20 +50,22 @@ class Rows:
         self._trained: list[bool] = []
         self._gradients: list[Tensor | None] = []
 
-    def begin(self, found: Any) -> None:
+    def begin(self, represented: Any) -> None:
         """Make room for all rows, as zeros, in the form of some that ``represent`` returned."""
-        self.collated = map_tensors(found, lambda part: part.new_zeros((self._samples, *part.shape[1:])))
-        self._trained = [False] * len(list(tensors_of(found)))
+        self.collated = map_tensors(
+            represented, lambda part: part.new_zeros((self._samples, *part.shape[1:]))
+        )
+        self._trained = [False for _ in tensors_of(represented)]
 
-    def put(self, places: Sequence[int], found: Any) -> None:
+    def put(self, places: Sequence[int], represented: Any) -> None:
         """Copy the rows that ``represent`` returned for the samples at these places of the batch.
 
         Raises:
             InputError: there is not one row per sample, or the form differs from the micro-batch before.
         """
-        parts = _parts(found, len(places))
+        parts = _parts(represented, len(places))
         if self.collated is None:
-            self.begin(found)
+            self.begin(represented)
         wholes = list(tensors_of(self.collated))
         if [(w.shape[1:], w.dtype) for w in wholes] != [(part.shape[1:], part.dtype) for part in parts]:
             raise InputError(
@@ -93,15 +95,15 @@ class Rows:
         self._gradients = [whole.grad for whole in tensors_of(self.collated)]
         self.collated = None
 
-    def run_backward(self, places: Sequence[int], found: Any) -> None:
+    def run_backward(self, places: Sequence[int], represented: Any) -> None:
         """Run the backward pass of a micro-batch from its recomputed rows."""
-        parts, gradients = [], []
-        for part, gradient in zip(_parts(found, len(places)), self._gradients, strict=True):
-            if part.requires_grad and gradient is not None:
-                parts.append(part)
-                gradients.append(gradient[_index(places, gradient)])
-        if parts:
-            torch.autograd.backward(parts, gradients)
+        pairs = [
+            (part, gradient[_index(places, gradient)])
+            for part, gradient in zip(_parts(represented, len(places)), self._gradients, strict=True)
+            if part.requires_grad and gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward([part for part, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def accumulate_whole(
@@ -188,14 +190,13 @@ def accumulate_whole(
     train_state.buffers.restore(keep=True)
     for batch, _ in map(rewind, micro_batches):
         mark("forward")
-        found = forward(loss.represent, batch)
+        represented = forward(loss.represent, batch)
         # From here on the micro-batch lives only as far as autograd has saved it.
         del batch
         mark("backward")
         with user_code("the backward pass of its loss"):
-            rows.run_backward(used.popleft(), found)
-        del found
-    assert not states, "the micro-batches allow only one iteration"
+            rows.run_backward(used.popleft(), represented)
+        del represented
     restore_random_state(after)
     return value
 
@@ -207,13 +208,13 @@ def _index(places: Sequence[int], like: Tensor) -> slice | Tensor:
     return torch.tensor(places, device=like.device)
 
 
-def _parts(found: Any, size: int) -> list[Tensor]:
+def _parts(represented: Any, size: int) -> list[Tensor]:
     """Return the tensors that ``represent`` returned, after a check that each has one row per sample."""
-    parts = list(tensors_of(found)) if isinstance(found, Tensor | tuple | list | dict) else []
+    parts = list(tensors_of(represented)) if isinstance(represented, Tensor | tuple | list | dict) else []
     if not parts or any(part.dim() == 0 or len(part) != size for part in parts):
         raise InputError(
             "WholeBatchLoss(represent=…) must return a tensor, or a tuple, list or dict of tensors, with one "
-            f"row per sample: for {size} samples, found {_forms(parts) if parts else kind_of(found)}"
+            f"row per sample: for {size} samples, found {_forms(parts) if parts else kind_of(represented)}"
         )
     return parts
 

@@ -34,7 +34,6 @@ from autobatch.core.units import format_bytes
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.distributed.engine import Engine, OutOfMemory
-from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.gradients import Optimizers
 from autobatch.step.loss import StepTotals
 from autobatch.step.train_state import TrainState
@@ -258,9 +257,6 @@ class Loop:
         train_state = self.train_state
         train_state.gradients.clear()
         try:
-            if train_state.gradients.are_overwritten:
-                # The graphs of the micro-batches that ran out of memory hold theirs.
-                free_graphs()
             self.device.release()
             # A lost device fails here for certain: freeing its cache may not show it.
             self.device.synchronize()

@@ -51,8 +51,7 @@ def test_every_knob_begins_with_its_default_and_none_applies_without_a_choice() 
 @pytest.mark.parametrize(
     ("here", "asked", "expected"),
     [
-        # Compiled unasked on GPUs in long runs only, and graphs on GPUs only.
-        (GPU, ["compile"], {"compile": ["off", "default", "reduce-overhead"]}),
+        # Compiled unasked on GPUs in long runs only.
         (CPU, ["compile"], {"compile": ["off", "default"]}),
         # Halved down to one sample and no further.
         (BARE._replace(micro_batch=7), None, {"micro_batch_shift": [0, 1, 2]}),

@@ -227,14 +227,3 @@ def test_a_lost_context_is_asked_nothing(monkeypatch) -> None:
     monkeypatch.setattr(type(made.device), "release", sticky)
     outcome = attempt(made, 3)
     assert (outcome.attempt.fits, outcome.attempt.reason) == (False, "CUDA error: out of memory")
-
-
-def test_an_attempt_frees_the_memory_of_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps the graphs with the compiled code, and further attempts would miss their memory."""
-    resets: list[str] = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append("reset"))
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
-    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
-    for mode in ("off", "default", "reduce-overhead"):
-        assert attempt(replace(setup_of(work(with_batch_norm())), knobs={"compile": mode}), 2).attempt.fits
-    assert resets == ["reset"], "of CUDA graphs only: other code is used again"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autobatch import InputError
-from autobatch.step.optimizers import averaged_weights, build_optimizers, switch
+from autobatch.step.optimizers import averaged_weights, build_optimizers
 from tests.support.custom_loops import Sam
 from tests.support.steps import train_state_of
 from tests.support.training import make_workload
@@ -18,13 +18,13 @@ from tests.support.training import make_workload
 class Averaging(torch.optim.SGD):
     """An optimizer with two sets of weights, as schedule-free ones have, that records its modes."""
 
-    modes: list[str]
+    modes: tuple[str, ...] = ()
 
     def train(self) -> None:
-        self.modes = [*getattr(self, "modes", []), "train"]
+        self.modes += ("train",)
 
     def eval(self) -> None:
-        self.modes = [*self.modes, "eval"]
+        self.modes += ("eval",)
 
 
 def by_model(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -36,47 +36,28 @@ def by_module(module: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def by_name(named_parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
-    groups = [{"params": [p], "weight_decay": 0.1 * (p.dim() > 1)} for _, p in named_parameters]
-    return torch.optim.AdamW(groups, lr=learning_rate)
+    return torch.optim.AdamW([{"params": [p]} for _, p in named_parameters], lr=learning_rate)
 
 
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+def plain(params: Any, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=rate)
 
 
 def test_the_name_of_the_argument_tells_what_is_given() -> None:
-    net = model()
-    for optimizer in (by_model, by_module):
-        (of_model,) = build_optimizers(make_workload(optimizer=optimizer), net, 0.1)
-        assert [tuple(p.shape) for p in of_model.param_groups[0]["params"]] == [(3, 2), (3,)]
-    (of_names,) = build_optimizers(make_workload(optimizer=by_name), net, 0.1)
-    assert [group["weight_decay"] for group in of_names.param_groups] == [0.1, 0.0, 0.1, 0.0]
-    plain = make_workload(optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate))
-    assert len(build_optimizers(plain, net, 0.1)[0].param_groups[0]["params"]) == 4
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (torch.optim.LBFGS, r"^LBFGS needs a closure, which runs the loss .* for example AdamW"),
-        (Sam, r"^Sam has two steps per batch .* two autobatch\.batches"),
-    ],
-)
-def test_an_optimizer_with_another_kind_of_step_is_refused_by_name(kind: Any, message: str) -> None:
-    workload = make_workload(optimizer=lambda params, rate: kind(params, lr=rate))
-    with pytest.raises(InputError, match=message):
-        build_optimizers(workload, model(), 0.1)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    for optimizer, sizes in {by_model: [2], by_module: [2], by_name: [1] * 4, plain: [4]}.items():
+        (made,) = build_optimizers(make_workload(optimizer=optimizer), model, 0.1)
+        assert [len(group["params"]) for group in made.param_groups] == sizes
 
 
 def test_modes_are_switched_for_optimizers_that_have_them() -> None:
     workload = make_workload(
         optimizer=lambda params, rate: [Averaging(params := list(params), lr=rate), torch.optim.SGD(params)]
     )
-    optimizers = build_optimizers(workload, model(), 0.1)
+    optimizers: Any = build_optimizers(workload, nn.Linear(2, 3), 0.1)
     with averaged_weights(optimizers):
-        assert optimizers[0].modes == ["train", "eval"]  # type: ignore[attr-defined]
-    switch(optimizers, train=False)
-    assert optimizers[0].modes == ["train", "eval", "train", "eval"]  # type: ignore[attr-defined]
+        assert optimizers[0].modes == ("train", "eval")
+    assert optimizers[0].modes == ("train", "eval", "train")
 
 
 @pytest.mark.parametrize(
@@ -85,9 +66,11 @@ def test_modes_are_switched_for_optimizers_that_have_them() -> None:
         (lambda params, lr: None, "found nothing"),
         (lambda params, lr: [torch.optim.SGD(params, lr=lr), 3], "found an int"),
         (lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr=lr), "found 0 of 1"),
+        (lambda params, lr: torch.optim.LBFGS(params, lr=lr), "^LBFGS runs the loss .* AdamW"),
+        (lambda params, lr: Sam(params, lr=lr), r"^Sam runs the loss .* two autobatch\.batches"),
     ],
 )
-def test_an_invalid_optimizer_is_refused(optimizer, said: str) -> None:
+def test_an_invalid_optimizer_is_refused(optimizer: Any, said: str) -> None:
     with pytest.raises(InputError, match=said) as caught:
         train_state_of(make_workload(optimizer=optimizer))
     assert "\n" not in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import InputError, Loss
-from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import attempt
 from autobatch.step.train_step import train_step
+from tests.support.detection import detection
+from tests.support.detection import whole as whole_detection
 from tests.support.overflow import Overflow
 from tests.support.step_workloads import setup
-from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, train_state_of, whole_tokens
+from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, step_of, train_state_of, whole_tokens
 from tests.support.training import (
     IGNORED,
     language_model,
@@ -30,44 +32,63 @@ from tests.support.training import (
     weights,
 )
 
-EVEN = [micro_batches(SAMPLES, math.ceil(SAMPLES / parts)) for parts in (1, 2, 5, 24)]
-RAGGED = [[1, 23], [20, 3, 1], [7, 7, 7, 3]]
+ALL_KINDS = {**KINDS, "terms": (None, whole_detection)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [*EVEN, *RAGGED])
+def workload_of(kind: str) -> tuple[Any, Any]:
+    fields, whole = ALL_KINDS[kind]
+    return detection() if fields is None else make_workload(**fields), whole
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("sizes", [[24], [12, 12], [5] * 4 + [4], [1] * 24, [1, 23], [20, 3, 1]])
 def test_any_split_takes_the_step_of_the_whole_batch(kind: str, sizes: list[int]) -> None:
-    changes, whole = KINDS[kind]
-    workload = make_workload(**changes)
+    workload, whole = workload_of(kind)
     expected, losses = reference(workload, [range(SAMPLES)], whole)
     train_state = train_state_of(workload)
-    result = train_step(train_state, split(workload, sizes), SAMPLES)
+    result = step_of(train_state, workload, sizes)
     assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
     assert result.applied
     assert all(p.grad is None for p in train_state.model.parameters())
 
 
-def constant_if_none(model: nn.Module, batch) -> Loss:
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("scale", [None, 2.0**10])
+def test_the_norm_and_the_clipping_are_those_of_the_whole_batch(kind: str, scale: float | None) -> None:
+    workload, whole = workload_of(kind)
+    expected, _ = reference(workload, [range(SAMPLES)], whole, clip=1e-3)
+    train_state = train_state_of(workload, max_grad_norm=1e-3)
+    train_state.scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    result = step_of(train_state, workload, [5, 1, 18])
+    assert off(train_state, workload, expected) <= EXACT
+    torch.manual_seed(0)
+    model = workload.model()
+    whole(model, split(workload, [SAMPLES])[0][0]).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert result.grad_norm == pytest.approx(float(nn.utils.get_total_norm(gradients)), rel=EXACT)
+
+
+def constant_if_none(model: nn.Module, batch: Any) -> Loss:
     found = token_loss(model, batch)
     return found if found.count else Loss(torch.zeros(()), 0)
 
 
 @pytest.mark.parametrize("loss", [token_loss, constant_if_none])
-@pytest.mark.parametrize("empty", [0, 1, 2])
-def test_a_micro_batch_that_counts_nothing_adds_nothing(empty: int, loss) -> None:
+@pytest.mark.parametrize("empty", [0, 2])
+def test_a_micro_batch_that_counts_nothing_adds_nothing(empty: int, loss: Any) -> None:
     data = tokens()
     data.columns[1][empty * 8 : empty * 8 + 8] = IGNORED
     workload = make_workload(model=language_model, train_data=data, loss=loss)
     expected, losses = reference(workload, [range(SAMPLES)], whole_tokens)
     train_state = train_state_of(workload)
-    result = train_step(train_state, split(workload, [8, 8, 8]), SAMPLES)
+    result = step_of(train_state, workload, [8, 8, 8])
     assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_batch_that_counts_nothing_takes_no_step_and_the_next_one_does(precision) -> None:
+def test_a_batch_that_counts_nothing_takes_no_step_and_the_next_one_does(precision: str) -> None:
     data = tokens(48)
     data.columns[1][:24] = IGNORED
     workload = make_workload(
@@ -78,46 +99,14 @@ def test_a_batch_that_counts_nothing_takes_no_step_and_the_next_one_does(precisi
     )
     train_state = train_state_of(workload, precision=precision)
     before = weights(train_state.model)
-    result = train_step(train_state, split(workload, [8, 8, 8]), SAMPLES)
+    result = step_of(train_state, workload, [8, 8, 8])
     assert (result.applied, result.count) == (False, 0.0)
     assert math.isnan(result.loss)
     assert torch.equal(weights(train_state.model), before)
     assert not train_state.optimizers[0].state
-    after = train_step(train_state, split(workload, [8, 8, 8], first=24), SAMPLES)
+    after = step_of(train_state, workload, [8, 8, 8], first=24)
     assert after.applied
     assert math.isfinite(after.loss)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("norm", [1e-3, 1e3])
-def test_the_norm_and_the_clipping_are_those_of_the_whole_batch(kind: str, norm: float) -> None:
-    changes, whole = KINDS[kind]
-    workload = make_workload(**changes)
-    expected, _ = reference(workload, [range(SAMPLES)], whole, clip=norm)
-    train_state = train_state_of(workload, max_grad_norm=norm)
-    result = train_step(train_state, split(workload, [5, 1, 18]), SAMPLES)
-    assert off(train_state, workload, expected) <= EXACT
-    torch.manual_seed(0)
-    model = workload.model()
-    whole(model, split(workload, [SAMPLES])[0][0]).backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    assert result.grad_norm == pytest.approx(float(nn.utils.get_total_norm(gradients)), rel=EXACT)
-
-
-@pytest.mark.parametrize("count", [math.nan, math.inf, -1.0])
-@pytest.mark.parametrize("kind", [float, torch.as_tensor])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_an_invalid_count_is_named_and_moves_nothing(count: float, kind, precision) -> None:
-    workload = make_workload(
-        model=lambda: network(torch.float32),
-        train_data=points(dtype=torch.float32),
-        loss=lambda model, batch: Loss(mean_loss(model, batch), kind(count)),
-    )
-    train_state = train_state_of(workload, precision=precision)
-    before = weights(train_state.model)
-    with pytest.raises(InputError, match=f"count of the workload's loss must .* found {count:g}"):
-        train_step(train_state, split(workload, [SAMPLES]), SAMPLES)
-    assert torch.equal(weights(train_state.model), before)
 
 
 def test_only_the_optimizer_whose_gradients_overflowed_is_skipped() -> None:
@@ -126,75 +115,84 @@ def test_only_the_optimizer_whose_gradients_overflowed_is_skipped() -> None:
             super().__init__()
             self.calm, self.wild = nn.Linear(5, 3), nn.Linear(5, 3)
 
-        def forward(self, inputs):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return self.calm(inputs) + Overflow.apply(self.wild(inputs), torch.tensor([True]))
 
-    def two(params, lr):
+    def two(params: Any, lr: float) -> list[torch.optim.Optimizer]:
         *calm, wild_weight, wild_bias = params
         return [torch.optim.SGD(calm, lr=lr), torch.optim.SGD([wild_weight, wild_bias], lr=lr)]
 
     workload = make_workload(model=Two, train_data=points(dtype=torch.float32), optimizer=two)
     train_state = train_state_of(workload, precision="fp16", max_grad_norm=0.1)
-    model = train_state.model
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    result = train_step(train_state, split(workload, [12, 12]), SAMPLES)
+    before = {name: tensor.clone() for name, tensor in train_state.model.state_dict().items()}
+    result = step_of(train_state, workload, [12, 12])
     assert (result.applied, result.stepped) == (True, (True, False))
     # The clip is that of the applied gradients alone, so the step has length 0.1 times the learning rate.
-    moved = {name: float((tensor - before[name]).norm()) for name, tensor in model.state_dict().items()}
+    moved = {name: float((t - before[name]).norm()) for name, t in train_state.model.state_dict().items()}
     assert math.hypot(moved["calm.weight"], moved["calm.bias"]) == pytest.approx(0.1 * 0.1, rel=1e-3)
     assert moved["wild.weight"] == moved["wild.bias"] == 0
+
+
+def counting(count: Any) -> Any:
+    return lambda model, batch: Loss(mean_loss(model, batch), count)
 
 
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda model, batch: model(batch[0]), "0-d tensor or a Loss, found a tensor of shape"),
-        (lambda model, batch: 1.0, "found a float"),
+        (lambda model, batch: model(batch[0]), "0-d tensor or a Loss, .* found a tensor of shape"),
+        (lambda model, batch: (mean_loss(model, batch),), "found a tuple"),
         (lambda model, batch: Loss(model(batch[0]).sum(1), 3), "total of its Loss"),
-        (lambda model, batch: Loss(model(batch[0]).sum(), batch[1] > 0), "count of .* must be a number"),
         (lambda model, batch: mean_loss(model, batch).detach(), "no gradient"),
         (lambda model, batch: Loss(model(batch[0]).sum().detach(), 3), "no gradient"),
+        (counting(torch.ones(3)), "count of .* must be a number"),
+        *((counting(kind(-1.0)), "count of .* found -[12]") for kind in (float, torch.as_tensor)),
+        *((counting(kind(math.nan)), "count of .* found nan") for kind in (float, torch.as_tensor)),
+        (counting(torch.tensor(math.inf)), "count of .* found inf"),
     ],
 )
-def test_an_invalid_loss_is_refused(loss, said: str) -> None:
-    workload = make_workload(loss=loss)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_invalid_loss_is_refused_and_moves_nothing(loss: Any, said: str, precision: str) -> None:
+    workload = make_workload(
+        model=lambda: network(torch.float32), train_data=points(dtype=torch.float32), loss=loss
+    )
+    train_state = train_state_of(workload, precision=precision)
+    before = weights(train_state.model)
     with pytest.raises(InputError, match=said):
-        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
+        step_of(train_state, workload, [12, 12])
+    assert torch.equal(weights(train_state.model), before)
 
 
 class Counting(TorchDispatchMode):
     """A mode in which every operator runs as it is."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def test_a_step_has_one_result_on_both_ways() -> None:
+    workload = make_workload(model=lambda: network(torch.float32), train_data=points(8, dtype=torch.float32))
     results = []
-    inputs, labels = points(8, dtype=torch.float32).columns
-    parts = [((inputs[:5], labels[:5]), 5), ((inputs[5:], labels[5:]), 3)]
     for mode in (nullcontext(), Counting()):
-        train_state = train_state_of(make_workload(model=lambda: network(torch.float32)))
+        train_state = train_state_of(workload)
+        parts = split(workload, [5, 3])
         with mode:
             result = train_step(train_state, parts, 8)
-        results.append((result, list(train_state.model.parameters())))
-    (read, own), (computed, others) = results
-    assert read.loss == pytest.approx(computed.loss, rel=1e-6)
-    assert read.grad_norm == pytest.approx(computed.grad_norm, rel=1e-6)
-    assert all(torch.equal(one, other) for one, other in zip(own, others, strict=True))
+        results.append((result.loss, result.grad_norm, weights(train_state.model)))
+    (*read, own), (*computed, other) = results
+    assert read == pytest.approx(computed, rel=1e-6)
+    assert torch.equal(own, other)
 
 
 @pytest.mark.parametrize("function", [nn.functional.mse_loss, nn.functional.smooth_l1_loss])
-def test_a_mean_that_owns_a_large_buffer_does_not_hold_it(function) -> None:
+def test_a_mean_that_owns_a_large_buffer_does_not_hold_it(function: Any) -> None:
     """Torch returns some means as the first element of all that they average."""
 
-    def peak(is_alone: bool) -> int:
+    def peak(is_alone: bool) -> int | None:
         def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             mean = function(model(batch[0]), torch.zeros(()).expand(len(batch[0]), 3))
             return mean.clone() if is_alone else mean
 
-        peak_bytes = attempt(setup(make_workload(loss=loss)), 20).attempt.peak_allocated_bytes
-        assert peak_bytes is not None
-        return peak_bytes
+        return attempt(setup(make_workload(loss=loss)), 20).attempt.peak_allocated_bytes
 
     assert peak(is_alone=False) == peak(is_alone=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autobatch import InputError, WholeBatchLoss
 from autobatch.device.base import SilentMeter
 from autobatch.step.train_step import train_step
-from autobatch.workload.nested import feed
 from autobatch.workload.rng import seed_everything
 from tests.support.steps import (
     CLIP,
@@ -23,6 +23,7 @@ from tests.support.steps import (
     clip,
     off,
     split,
+    step_of,
     train_state_of,
     two_towers,
 )
@@ -37,8 +38,6 @@ from tests.support.training import (
     weights,
 )
 
-CPU = torch.device("cpu")
-
 
 class Stateful(nn.Module):
     """A model that draws from every generator and reads buffers that it changes: small, large, replaced."""
@@ -49,7 +48,7 @@ class Stateful(nn.Module):
         self.register_buffer("average", torch.zeros(4))
         self.register_buffer("queue", torch.zeros(2**18 + 4))
 
-    def forward(self, inputs):
+    def forward(self, inputs: Tensor) -> Tensor:
         noise = random.random() + float(np.random.rand())
         out = self.body(inputs) + noise * torch.randn(len(inputs), 4) + self.average + self.queue[:4]
         self.average = 0.9 * self.average + 0.1 * out.detach().mean(0)
@@ -59,14 +58,14 @@ class Stateful(nn.Module):
 
 def test_the_second_pass_repeats_the_first_and_leaves_no_trace() -> None:
     """Both passes give the same rows. Generators and buffers end as after a single pass."""
-    seen: list[torch.Tensor] = []
+    seen: list[Tensor] = []
 
-    def represent(model, batch):
+    def represent(model: nn.Module, batch: Any) -> Tensor:
         rows = model(batch[0])
         seen.append(rows.detach().clone())
         return rows
 
-    def drawing(model, rows):
+    def drawing(model: nn.Module, rows: Tensor) -> Tensor:
         return info_nce(model, rows) * torch.rand(()) * random.random()
 
     workload = make_workload(
@@ -77,16 +76,15 @@ def test_the_second_pass_repeats_the_first_and_leaves_no_trace() -> None:
         alone.load_state_dict(train_state.model.state_dict())
         seen.clear()
         seed_everything(1)
-        train_step(train_state, split(workload, [6] * 4), SAMPLES)
-        draws = torch.rand(3), random.random(), np.random.rand()
+        step_of(train_state, workload, [6] * 4)
+        draws = torch.rand(3).tolist(), random.random(), np.random.rand()
         assert len(seen) == 8
         assert all(map(torch.equal, seen[:4], seen[4:]))
         seed_everything(1)
         for batch, _size in split(workload, [6] * 4):
             alone(batch[0])
         drawing(alone, seen[0])
-        assert torch.equal(draws[0], torch.rand(3))
-        assert draws[1:] == (random.random(), np.random.rand())
+        assert draws == (torch.rand(3).tolist(), random.random(), np.random.rand())
         assert all(map(torch.equal, train_state.model.buffers(), alone.buffers()))
 
 
@@ -95,16 +93,15 @@ def test_dropout_has_the_same_mask_in_both_passes() -> None:
     workload = make_workload(model=lambda: Towers(0.5).double(), loss=CLIP)
     sizes = [5, 12, 7]
 
-    def whole(model, batch):
+    def whole(model: nn.Module, batch: Any) -> Tensor:
         parts = [two_towers(model, part) for part, _ in split(workload, sizes)]
         pair = tuple(torch.cat([part["pair"][i] for part in parts]) for i in (0, 1))
-        return clip(
-            model, {"pair": pair, **{k: torch.cat([p[k] for p in parts]) for k in ("anchor", "labels")}}
-        )
+        others = {name: torch.cat([part[name] for part in parts]) for name in ("anchor", "labels")}
+        return clip(model, {"pair": pair, **others})
 
     expected, losses = reference(workload, [range(SAMPLES)], whole)
     train_state = train_state_of(workload)
-    result = train_step(train_state, split(workload, sizes), SAMPLES)
+    result = step_of(train_state, workload, sizes)
     assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
 
@@ -119,7 +116,7 @@ def test_in_fp16_the_loss_is_scaled_and_an_overflow_takes_no_step(scale: float, 
     train_state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
     before = weights(train_state.model)
-    result = train_step(train_state, split(workload, [5, 12, 7]), SAMPLES)
+    result = step_of(train_state, workload, [5, 12, 7])
     assert result.applied is applied
     if applied:
         assert result.loss == pytest.approx(losses[0], rel=1e-2)
@@ -129,31 +126,27 @@ def test_in_fp16_the_loss_is_scaled_and_an_overflow_takes_no_step(scale: float, 
         assert train_state.scaler.get_scale() == scale / 2
 
 
-def test_rows_repeat_in_an_attempt_with_fewer_micro_batches_than_its_batch() -> None:
-    seen = []
+@pytest.mark.parametrize(("size", "count"), [(4, 2), (5, 1), (12, 2), (13, 2), (23, 2)])
+def test_rows_repeat_in_an_attempt_with_fewer_micro_batches_than_its_batch(size: int, count: int) -> None:
+    seen: list[Tensor] = []
 
-    def loss(_, rows):
+    def loss(_: nn.Module, rows: Tensor) -> Tensor:
         seen.append(rows.detach().clone())
         return rows.mean()
 
     workload = make_workload(loss=WholeBatchLoss(represent=features, loss=loss))
-    for size, count in ((4, 2), (5, 1), (12, 2), (13, 2), (23, 2)):
-        train_state = train_state_of(workload)
-        (batch,) = split(workload, [size])
-        rows = train_state.model(batch[0][0]).detach()
-        train_step(train_state, [batch] * count, SAMPLES)
-        assert seen[-1].shape == (SAMPLES, 3)
-        assert torch.equal(seen[-1].unique(dim=0), rows.unique(dim=0))
+    train_state = train_state_of(workload)
+    (batch,) = split(workload, [size])
+    rows = train_state.model(batch[0][0]).detach()
+    train_step(train_state, [batch] * count, SAMPLES)
+    assert seen[-1].shape == (SAMPLES, 3)
+    assert torch.equal(seen[-1].unique(dim=0), rows.unique(dim=0))
 
 
 @pytest.mark.parametrize(
     ("represent", "loss", "said"),
     [
-        (
-            lambda m, b: m(b[0]).mean(),
-            info_nce,
-            r"one row per sample: for 12 samples, found \(\) of float64",
-        ),
+        (lambda m, b: m(b[0]).mean(), info_nce, r"for 12 samples, found \(\) of float64"),
         (lambda m, b: m(b[0])[1:], info_nce, r"for 12 samples, found \(11, 3\) of float64"),
         (lambda m, b: None, info_nce, "found nothing"),
         (lambda m, b: m(b[0])[:, : len(b[0]) - 9], info_nce, "pad them to one form"),
@@ -161,23 +154,23 @@ def test_rows_repeat_in_an_attempt_with_fewer_micro_batches_than_its_batch() -> 
         (features, lambda m, rows: None, "must return a 0-d tensor, found nothing"),
     ],
 )
-def test_an_invalid_part_is_refused_in_one_line(represent, loss, said: str) -> None:
+def test_an_invalid_part_is_refused_in_one_line(represent: Any, loss: Any, said: str) -> None:
     workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=loss))
     with pytest.raises(InputError, match=said) as caught:
-        train_step(train_state_of(workload), split(workload, [12, 11]), 23)
+        step_of(train_state_of(workload), workload, [12, 11])
     assert "\n" not in str(caught.value)
 
 
 def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
     workload = make_workload(loss=INFO_NCE)
-    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     found: list[int] = []
 
     class Counting(SilentMeter):
-        def count(self, tensors) -> None:
+        def count(self, tensors: Any) -> None:
             found.append(len(alive))
             alive.add(next(iter(tensors)))
 
-    parts = feed(split(workload, [6] * 4), CPU, Counting(), twice=True)
-    train_step(train_state_of(workload), parts, SAMPLES)
+    train_state = train_state_of(workload)
+    train_step(train_state, train_state.feed(iter(split(workload, [6] * 4)), Counting()), SAMPLES)
     assert found == [0] * 8

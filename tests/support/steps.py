@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from autobatch import Loss, WholeBatchLoss, Workload
+from autobatch.device.base import SilentMeter
 from autobatch.step.train_state import StepSettings, build_train_state
+from autobatch.step.train_step import train_step
 from tests.support.training import (
     INFO_NCE,
     apart,
@@ -48,6 +50,12 @@ def split(workload: Workload, sizes: list[int], first: int = 0) -> list[tuple[An
         found.append((torch.utils.data.default_collate(samples), size))
         first += size
     return found
+
+
+def step_of(train_state: Any, workload: Workload, sizes: list[int], first: int = 0) -> Any:
+    """Take a step over the next samples, with the micro-batches as the loop feeds them."""
+    fed = train_state.feed(iter(split(workload, sizes, first)), SilentMeter())
+    return train_step(train_state, fed, sum(sizes))
 
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.7], dtype=torch.float64)

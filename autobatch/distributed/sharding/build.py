@@ -27,7 +27,7 @@ from autobatch.core.records import Precision
 from autobatch.device.oom import first_line
 from autobatch.distributed.group import Group
 from autobatch.distributed.sharding.model import ShardedModel, Sharding
-from autobatch.step.gradients import local_part
+from autobatch.step.gradients import local_parts
 
 ALONE = ("alone",)
 """Name of the dimension of a mesh without real ranks. DTensor takes meshes of one name and size for one mesh,
@@ -146,7 +146,7 @@ def mesh_of(group: Group, device: torch.device) -> DeviceMesh:
 def fill(model: nn.Module) -> None:
     """Give the parameters of a model small values, for steps of which only the memory counts."""
     with torch.no_grad():
-        for parameter in map(local_part, model.parameters()):
+        for parameter in local_parts([*model.parameters()]):
             if parameter.is_floating_point():
                 parameter.normal_(0.0, PROBE_STD)
             else:

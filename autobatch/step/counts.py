@@ -1,0 +1,71 @@
+"""Counts of items: what a `Loss` counts, and what the data of a batch tell before it trains."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from autobatch.core.errors import InputError
+from autobatch.workload.contract import Collated, kind_of
+from autobatch.workload.nested import form_of
+from autobatch.workload.user_code import user_code
+
+
+class CountsAhead:
+    """Counts that follow from the data alone, summed over the micro-batches of a batch before they train.
+
+    Args:
+        function: the ``counts`` of `autobatch.Workload`.
+    """
+
+    def __init__(self, function: Callable[[Collated], Any]) -> None:
+        self._function = function
+        self.sums: dict[str, float] = {}
+        """Counts of the batch by term; empty if it has no micro-batch here, or if a step is only traced."""
+
+    def ahead(self, fetched: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:
+        """Return micro-batches of the host, all counted before the first is yielded; hold none."""
+        self.sums = {}
+        return self._counted(fetched)
+
+    def _counted(self, fetched: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:
+        kept = deque(fetched)
+        for place in range(len(kept)):
+            with user_code("counts", self._function):
+                counts = self._function(kept[place][0])
+                if not isinstance(counts, Mapping):
+                    raise InputError(
+                        "counts=… must return a mapping of the names of terms to their counts, found "
+                        f"{kind_of(counts)}"
+                    )
+                for name, count in counts.items():
+                    check_count(count, f"{name!r} in counts=…")
+                    check_count(value := float(count), f"{name!r} in counts=…")
+                    self.sums[name] = self.sums.get(name, 0.0) + value
+        while kept:
+            yield kept.popleft()
+
+
+def check_count(count: Any, whose: str) -> None:
+    """Check that a count is a number of items, or a 0-d tensor, which is read after the batch.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if not (count.dim() == 0 if isinstance(count, Tensor) else isinstance(count, Real)):
+        raise InputError(f"the count of {whose} must be a number or a 0-d tensor, found {form_of(count)}")
+    if not isinstance(count, Tensor) and not 0 <= count < math.inf:
+        raise invalid_count(count, whose)
+
+
+def invalid_count(count: float, whose: str) -> InputError:
+    """Build the error of a count that is no number of items."""
+    return InputError(
+        f"the count of {whose} must be finite and at least 0, found {count:g}, so no step was taken: return "
+        "the number of items that its total sums over"
+    )
