@@ -138,8 +138,8 @@ class PeerOutOfMemory(torch.OutOfMemoryError):
 class GroupEngine(Engine):
     """The part of an engine that does not depend on how gradients are summed.
 
-    It is the `autobatch.step.train_state.PassExchange` of a train state, too. The filler makes a micro-batch
-    for a rank that has none.
+    It is the ``peers`` of a train state, too, which exchange what a step needs within a batch. All ranks call
+    its methods together. The filler makes a micro-batch for a rank that has none.
     """
 
     def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
@@ -152,11 +152,11 @@ class GroupEngine(Engine):
 
     @property
     def counts_loss(self) -> bool:
-        """See `PassExchange.counts_loss`."""
+        """True on the one rank whose loss, and gradient of what only the loss uses, count."""
         return self.ranks.rank == 0
 
     def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """See `PassExchange.sum_counts`.
+        """Return the sums of the counts of all ranks, by term.
 
         Raises:
             PeerOutOfMemory: memory ran out on another rank before.
@@ -254,7 +254,7 @@ class Whole(GroupEngine):
         return micro_batches
 
     def gather(self, rows: Rows) -> None:
-        """See `PassExchange.gather`.
+        """Fill in the rows of the other ranks.
 
         Raises:
             PeerOutOfMemory: memory ran out on another rank before.
@@ -277,7 +277,7 @@ class Whole(GroupEngine):
         return represented
 
     def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """See `PassExchange.sum_counts`."""
+        """See `GroupEngine.sum_counts`."""
         self._is_awaited, self._has_peer_failed = False, True
         sums = super().sum_counts(counts)
         self._has_peer_failed = False

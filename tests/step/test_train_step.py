@@ -140,7 +140,7 @@ def counting(count: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda model, batch: model(batch[0]), "0-d tensor or a Loss, .* found a tensor of shape"),
+        (lambda model, batch: model(batch[0]), "0-d tensor or a Loss, found a tensor of shape"),
         (lambda model, batch: (mean_loss(model, batch),), "found a tuple"),
         (lambda model, batch: Loss(model(batch[0]).sum(1), 3), "total of its Loss"),
         (lambda model, batch: mean_loss(model, batch).detach(), "no gradient"),
