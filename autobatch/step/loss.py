@@ -108,8 +108,8 @@ def terms_of(loss: object) -> dict[str, Tensor | Loss]:
         if not isinstance(total, Tensor) or total.dim() != 0:
             what = "the total of its Loss" if isinstance(term, Loss) else "it"
             raise InputError(
-                f"{whose} must return a 0-d tensor or a Loss, found {form_of(total)} as {what}: several terms "
-                "are a mapping of names to them"
+                f"{whose} must return a 0-d tensor or a Loss, found {form_of(total)} as {what}: return "
+                "several terms as a mapping of names to them"
             )
         if isinstance(term, Loss):
             check_count(term.count, whose)
