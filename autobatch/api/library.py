@@ -16,8 +16,7 @@ from typing import Any, Literal, TextIO, Unpack
 import msgspec
 
 from autobatch.api.pipeline import run_command, run_estimate
-from autobatch.api.ranks import joined_ranks
-from autobatch.api.run import Run
+from autobatch.api.run import Run, joined_ranks
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import Keywords, listing_keywords
 from autobatch.core.options import options_from
@@ -28,7 +27,6 @@ from autobatch.training.metrics import Sink, Until
 from autobatch.workload.reference import WorkloadSource
 from autobatch.workload.user_code import check_takes
 
-LOG = logging.getLogger("autobatch")
 ShowProgress = Progress | Literal["auto"] | bool
 """A listener, or whether to show the progress; ``auto`` shows it in terminals and notebooks."""
 
@@ -52,7 +50,7 @@ def probe(
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    result = _run("probe", dict(options), workload, progress)
+    result = _run("probe", options, workload, progress)
     assert result.probe is not None
     return ProbeResult(**_fields(result.probe), device=result.device)
 
@@ -74,7 +72,7 @@ def plan(
     Under torchrun, call it on all ranks. If ``world_size`` is given, this process plans alone.
 
     Args:
-        workload: what to train, a function that returns it, or a reference to it; None for the demo.
+        workload: as in `probe`.
         target_batch: samples per optimizer step, exactly.
         world_size: processes that share a batch, for a launcher that autobatch does not know; None for those
             that torchrun has started, else 1.
@@ -88,7 +86,7 @@ def plan(
     values = {"target_batch": target_batch, **options}
     is_alone = world_size is not None or "RANK" not in os.environ
     environ = {} if is_alone else os.environ
-    result = _run("plan", values, workload, progress, environ=environ, world_size=world_size)
+    result = _run("plan", values, workload, progress, environ, world_size=world_size)
     assert result.plan is not None
     assert result.probe is not None
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe, notes=result.notes)
@@ -104,7 +102,7 @@ def estimate(
     """Predict what fits on hardware that need not be here. No GPU is touched.
 
     Args:
-        workload: what to train, a function that returns it, or a reference to it; None for the demo.
+        workload: as in `probe`.
         target_batch: samples per optimizer step to plan for; None for no plan.
         options: the keywords below, which are the options of ``autobatch estimate``.
 
@@ -113,8 +111,7 @@ def estimate(
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    checked = options_from("estimate", {"target_batch": target_batch, **options})
-    return run_estimate(Run(workload=workload, options=checked))
+    return run_estimate(workload, options_from("estimate", {"target_batch": target_batch, **options}))
 
 
 @listing_keywords
@@ -128,7 +125,7 @@ def tune(
     """Probe, plan, and measure what is left to choose.
 
     Args:
-        workload: what to train, a function that returns it, or a reference to it; None for the demo.
+        workload: as in `probe`.
         target_batch: samples per optimizer step, exactly.
         progress: as in `probe`.
         options: the keywords below, which are the options of ``autobatch tune``.
@@ -137,7 +134,8 @@ def tune(
         InputError: an option, the device, the storage or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    return TuneResult(**_fields(_run("tune", {"target_batch": target_batch, **options}, workload, progress)))
+    result = _run("tune", {"target_batch": target_batch, **options}, workload, progress)
+    return TuneResult(**_fields(result))
 
 
 @listing_keywords
@@ -153,7 +151,7 @@ def fit(
     """Probe, plan, tune, train, validate and report.
 
     Args:
-        workload: what to train, a function that returns it, or a reference to it; None for the demo.
+        workload: as in `probe`.
         target_batch: samples per optimizer step, exactly.
         progress: as in `probe`.
         sinks: receive the records of the training besides ``metrics.jsonl`` (see ``examples/sinks.py``).
@@ -173,10 +171,11 @@ def fit(
         RestartSmallerError: out of memory where the run cannot recover.
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
-    values = {"target_batch": target_batch, **options}
     if until is not None:
         check_takes(until, "fit(until=…)", "record")
-    return FitResult(**_fields(_run("fit", values, workload, progress, sinks=sinks, until=until)))
+    values = {"target_batch": target_batch, **options}
+    result = _run("fit", values, workload, progress, sinks=tuple(sinks), until=until)
+    return FitResult(**_fields(result))
 
 
 def _run(
@@ -184,29 +183,16 @@ def _run(
     values: Mapping[str, Any],
     workload: WorkloadSource,
     progress: ShowProgress,
-    *,
-    sinks: Sequence[Sink] = (),
-    until: Until | None = None,
-    environ: Mapping[str, str] | None = None,
-    world_size: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+    **fields: Any,
 ) -> Result:
     """Check the options of a command, and run it in the ranks that an environment describes."""
     options = options_from(command, values)
+    world_size = fields.get("world_size")
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise InputError(f"world_size must be a whole number of 1 or more, found {world_size!r}")
-    of_ranks = os.environ if environ is None else environ
-    with listening(progress) as listener, joined_ranks(of_ranks) as ranks:
-        return run_command(
-            Run(
-                workload=workload,
-                options=options,
-                progress=listener,
-                ranks=ranks,
-                world_size=world_size,
-                sinks=tuple(sinks),
-                until=until,
-            )
-        )
+    with listening(progress) as listener, joined_ranks(environ) as ranks:
+        return run_command(Run(workload=workload, options=options, progress=listener, ranks=ranks, **fields))
 
 
 def _fields(record: msgspec.Struct) -> dict[str, Any]:
@@ -225,7 +211,7 @@ class LoggedNotes(Progress):
 
     def note(self, text: str) -> None:
         """Log a remark."""
-        LOG.log(self._level, "%s", one_line(text))
+        logging.getLogger("autobatch").log(self._level, "%s", one_line(text))
 
 
 @contextmanager

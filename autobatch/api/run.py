@@ -1,33 +1,44 @@
-"""One run of a command or of a library call: what was asked for, and what its stages have found so far."""
+"""One run of a command or of a library call, and the agreement of its ranks on options, data and folder."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from autobatch.core.errors import InputError
+from autobatch.core.files import clean_unfinished
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe
+from autobatch.core.text import error_text
+from autobatch.core.version import versions
 from autobatch.device.profiles import data_home
-from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.launch import open_ranks
+from autobatch.distributed.ranks import VERDICT, Ranks
 from autobatch.rehearsal.process import ChildProcess, SetupProcess
 from autobatch.report.result import Result
+from autobatch.training.checkpoint import Loaded
 from autobatch.training.metrics import Sink, Until
+from autobatch.training.run_folder import claim_folder, move_earlier_run, named_failures
+from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.reference import WorkloadSource
+
+SHARED_SECONDS = 30.0
+"""Longest wait until a file of rank 0 shows on every rank; network file systems keep listings for a while."""
+OWN_OPTIONS = ("device", "memory_budget", "json", "quiet", "verbose")
+"""Options in which ranks may differ."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """A run on one rank, which the stages of `autobatch.api.pipeline` fill in. All ranks run the same stages.
-
-    Use each once.
-    """
+    """A run on one rank, which the stages fill in. All ranks run the same stages. Use each once."""
 
     workload: WorkloadSource
     """The workload, or a reference to it; None for the demo."""
@@ -57,16 +68,12 @@ class Run:
     """The folder of the run; None if it has none."""
     trying: ExitStack = field(default_factory=ExitStack)
     """Keeps the process open that holds the setup before the training."""
-    process: SetupProcess | None = None
-    """That process; None if it is not open."""
-    may_share: bool = False
-    """True as long as the ranks may still share the model."""
-    shards: int | None = None
-    """Ranks that share the model; None if each has a whole one."""
+    setup: SetupProcess = field(init=False)
+    """That process, once it is open."""
     layout_reason: str | None = None
-    """The reason for that; None if it was asked for."""
-    found: Result | None = None
-    """The records of the stages so far; None before the first one."""
+    """The reason for which the ranks share the model, or do not; None if it was asked for."""
+    result: Result = field(init=False)
+    """The records of the stages so far, once there are any."""
 
     @property
     def home(self) -> Path:
@@ -78,18 +85,6 @@ class Run:
         """Samples per optimizer step, of a command that plans."""
         assert self.options.target_batch is not None
         return self.options.target_batch
-
-    @property
-    def setup(self) -> SetupProcess:
-        """The process that holds the setup, once it is open."""
-        assert self.process is not None
-        return self.process
-
-    @property
-    def result(self) -> Result:
-        """The records of the stages so far, once there are any."""
-        assert self.found is not None
-        return self.found
 
     @property
     def plan(self) -> Plan:
@@ -105,8 +100,129 @@ class Run:
 
     def record(self, **records: Any) -> None:
         """Put records of a stage into the result."""
-        self.found = msgspec.structs.replace(self.result, **records)
+        self.result = msgspec.structs.replace(self.result, **records)
 
     def settle(self, **values: Any) -> None:
         """Give some options other values, by their names."""
         self.options = self.options.with_values(**values)
+
+
+@contextmanager
+def joined_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
+    """Join the ranks of the launcher within the block; an exception there ends all of them.
+
+    Raises:
+        InputError: the environment describes no launch.
+        EarlierVerdict: an earlier start of the same run ended for good.
+    """
+    ranks = open_ranks(environ)
+    try:
+        yield ranks
+    except BaseException as error:
+        ranks.fail(error_text(error), getattr(error, "exit_code", 1))
+        raise
+    ranks.close()
+
+
+def agree_on_options(run: Run) -> None:
+    """Check that the ranks can do what was asked for, and settle the device of this rank.
+
+    Raises:
+        InputError: they cannot, or ranks differ in an option or a version.
+    """
+    options, world = run.options, run.ranks.world
+    asked = options.ranks
+    if asked not in (None, world):
+        raise InputError(
+            f"--ranks is {asked}, and torchrun started {world}: leave out --ranks under torchrun"
+            if world > 1
+            else f"ranks is {asked}, and a call cannot start processes: use the command with --ranks "
+            f"{asked}, or start the script with torchrun --nproc-per-node {asked}"
+        )
+    if world == 1:
+        if options.parallel == "shard":
+            raise InputError(
+                "--parallel shard shares a model among ranks, found one process: give --ranks N with N at "
+                "least 2, or start with torchrun"
+            )
+        return
+    device = run.ranks.device(options.device)
+    common = {f"--{name.replace('_', '-')}": value for name, value in options.by_name().items()}
+    for name in OWN_OPTIONS:
+        common.pop(f"--{name.replace('_', '-')}", None)
+    run.ranks.check_equal({**common, **versions()})
+    run.settle(device=device)
+
+
+def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded | None = None) -> None:
+    """Check that all ranks read the same training data, and those of the run that they resume.
+
+    Args:
+        data: what this rank reads; None if nothing tells its data from others.
+        ranks: the ranks; all of them call it.
+        resumed: the checkpoint; None for a new run.
+
+    Raises:
+        InputError: some rank reads other data.
+    """
+    digests = ranks.gather(data)
+    whose = [f"rank {rank}" for rank in range(ranks.world)] if ranks.world > 1 else ["this run"]
+    if resumed is not None:
+        digests.insert(0, msgspec.convert(resumed.facts.get("data"), DataDigest | None))
+        whose.insert(0, f"the checkpoint {resumed.path}")
+    check_same_data(digests, whose)
+
+
+def claim(run: Run, choose: Callable[[], Path]) -> Path:
+    """Lock the folder of the run on rank 0 until its end, and make it known to all ranks.
+
+    Args:
+        run: of this rank.
+        choose: returns the folder; called on rank 0.
+
+    Raises:
+        InputError: it is not writable, another run holds it, or a rank does not see it.
+    """
+
+    def lock() -> str:
+        out = choose()
+        run.held.enter_context(named_failures(out))
+        run.held.enter_context(claim_folder(out))
+        clean_unfinished(out)
+        # An earlier start left it: no rank of this one knows the folder yet.
+        (out / VERDICT).unlink(missing_ok=True)
+        return str(out)
+
+    run.out = out = Path(run.ranks.once(lock))
+    run.ranks.enter(out)
+    if run.ranks.world > 1:
+        _check_shared(out, run.ranks)
+    run.entered(out)
+    return out
+
+
+def _check_shared(out: Path, ranks: Ranks) -> None:
+    """Check that every rank sees a file that rank 0 makes in the folder of the run."""
+    token = out / f".shared-{ranks.once(os.getpid)}"
+    ranks.once(token.touch)
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not token.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen = ranks.gather((token.exists(), ranks.host))
+    ranks.once(lambda: token.unlink(missing_ok=True))
+    for rank, (is_seen, host) in enumerate(seen):
+        if not is_seen:
+            raise InputError(
+                f"rank {rank} on {host} does not see the folder of the run {out.absolute()}: give an --out "
+                "that all hosts share"
+            )
+
+
+def make_room(run: Run) -> None:
+    """Move an earlier run out of the folder, if one was asked for."""
+    # A run that the launcher has started again has no earlier one.
+    out = run.out
+    if out is not None and run.ranks.earlier_out is None:
+        earlier = run.ranks.once(lambda: move_earlier_run(out))
+        if earlier is not None:
+            run.progress.note(f"moved the earlier run of {out} to {earlier}")

@@ -266,7 +266,7 @@ def _result_of(command: Command, stream: SafeStream) -> Result | Estimates:
         found: Result | Estimates
         if is_estimate:
             progress.doing("predicting what fits")
-            found = run_estimate(command.run())
+            found = run_estimate(workload, options)
             terminal.estimated(found)
         else:
             if child is not None and is_copy:

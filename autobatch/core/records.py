@@ -100,7 +100,7 @@ class Probe(OfRanks, frozen=True, kw_only=True):
     micro_batch: int
     limited_by: LimitedBy
     upper_bound_by: UpperBoundBy | None
-    """Evidence that the next size does not fit, ``error`` if it fails otherwise; None if stopped before."""
+    """Evidence that the next size does not fit, ``error`` if it fails otherwise; None if nothing fits."""
     predicted_micro_batch: int | None
     oom_count: int
     attempts: list[Attempt]
@@ -108,8 +108,6 @@ class Probe(OfRanks, frozen=True, kw_only=True):
     """``search``, ``saved DATE`` if one run confirmed a saved limit, or ``asked`` if only this size ran."""
     multiple: int = 1
     """Number whose multiples all micro-batches are."""
-    stopped_by: str | None = None
-    """``interrupt`` if the answer is the largest size found before; None if complete."""
     precision: Precision | None = None
     """Precision of the attempts; None if unknown."""
     real_batches: RealBatches | None = None
@@ -403,8 +401,6 @@ class RunRecord(Record, frozen=True, kw_only=True):
     memory_curve: MemoryCurve | None = None
     """Memory over a step at the limit; None if the step cannot be traced."""
     versions: dict[str, str] = {}
-    surroundings: dict[str, str] = {}
-    """The machine and the source: cores, threads, the driver, the commit of the working directory."""
     options: dict[str, str | int | float | bool | list[str] | None] = {}
     """Every option of the run, as it was used."""
     created: str | None = None

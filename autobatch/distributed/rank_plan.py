@@ -42,7 +42,6 @@ def agree_on_limit(
         micro_batch=least.micro_batch,
         limited_by=least.limited_by,
         upper_bound_by=least.upper_bound_by,
-        stopped_by=least.stopped_by,
         world_size=len(of_ranks),
     )
     note = None

@@ -1,4 +1,4 @@
-"""A stream that rank 0 reads for all ranks, so that they train on the samples of one process.
+"""The batches of a run; a stream is read by rank 0 for all ranks, so that they train on its samples.
 
 Each batch is sent whole. A batch that runs again in other shares, or is split by size, needs no further
 message.
@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from autobatch.distributed.ranks import Ranks
-from autobatch.workload.contract import BatchFunction
+from autobatch.workload.contract import BatchFunction, Workload
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import map_tensors
-from autobatch.workload.streams import FunctionReader, Reader, StreamReader
+from autobatch.workload.order import GlobalBatchSampler, epoch_of
+from autobatch.workload.streams import ENDLESS, FunctionReader, Reader, StreamReader, StreamSampler
 
 
 class SharedReader:
@@ -46,11 +47,41 @@ class SharedReader:
         return ["rank 0 reads the stream"] if self._ranks.rank else self._source.load_state_dict(state)
 
 
-def open_stream(stream: Any, ranks: Ranks, seed: int, target_batch: int) -> Reader:
-    """Return what reads a stream in a run with a seed, or asks a function for target batches."""
+def open_sampler(
+    workload: Workload,
+    stream: Any,
+    ranks: Ranks,
+    *,
+    target_batch: int,
+    seed: int,
+    steps: int | None,
+    epochs: int | None,
+    samples: int | None = None,
+) -> GlobalBatchSampler:
+    """Return the batches of a run, which are the same on all ranks.
+
+    Args:
+        workload: has the data with an index.
+        stream: the data without one; None if they have one.
+        ranks: the processes that train together.
+        target_batch: samples of a batch.
+        seed: of the order.
+        steps: number of batches, as of `GlobalBatchSampler`.
+        epochs: passes over the data, as of `GlobalBatchSampler`.
+        samples: of an epoch of the stream; None for a stream whose end does not matter.
+
+    Raises:
+        InputError: the sampler of the workload is invalid.
+    """
+    lengths: dict[str, Any] = {"target_batch": target_batch, "seed": seed, "steps": steps, "epochs": epochs}
+    if stream is None:
+        samples, order = epoch_of(workload, seed)
+        return GlobalBatchSampler(**lengths, samples=samples, order=order)
     is_function = isinstance(stream, BatchFunction)
-    reader = FunctionReader(stream, target_batch, seed) if is_function else StreamReader(stream, seed)
-    return reader if ranks.world == 1 else SharedReader(reader, ranks)
+    reader: Reader = FunctionReader(stream, target_batch, seed) if is_function else StreamReader(stream, seed)
+    if ranks.world > 1:
+        reader = SharedReader(reader, ranks)
+    return StreamSampler(**lengths, samples=ENDLESS if samples is None else samples, reader=reader)
 
 
 def split_note(first_sample: Any, ranks: Ranks) -> str | None:

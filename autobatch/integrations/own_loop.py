@@ -23,7 +23,7 @@ from autobatch.core.records import Plan
 from autobatch.distributed.engine import Engine, Whole
 from autobatch.distributed.group import Group, join_loop
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.shared_stream import open_stream
+from autobatch.distributed.shared_stream import open_sampler
 from autobatch.planning import check_world_size, launched_world_size
 from autobatch.step.counts import CountsAhead
 from autobatch.step.gradients import Gradients, exchange_buffer, norm_of
@@ -37,10 +37,10 @@ from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import check_same_data, digest_data
 from autobatch.workload.feed import Feed, open_feed
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of, order_digest
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, order_digest
 from autobatch.workload.reference import WorkloadSource, find_workload
 from autobatch.workload.split import Split, split_of
-from autobatch.workload.streams import COUNTED, ENDLESS, StreamSampler, count_samples
+from autobatch.workload.streams import COUNTED, StreamSampler, count_samples
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("autobatch")
@@ -343,19 +343,15 @@ def _sampler_of(workload: Workload, plan: Plan, ranks: Ranks, **fields: Any) -> 
     Raises:
         InputError: the sampler of the workload is invalid, or the ranks read other data.
     """
-    stream: Any = workload.train_data
-    if is_stream(stream):
-        samples = ENDLESS
-        if fields["epochs"] is not None:
-            samples, remarks = ranks.once(lambda: count_samples(stream))
-            for line in (COUNTED, *remarks):
-                logger.warning(line)
-        reader = open_stream(stream, ranks, fields["seed"], plan.target_batch)
-        return StreamSampler(**fields, target_batch=plan.target_batch, samples=samples, reader=reader)
-    samples, order = epoch_of(workload, fields["seed"])
-    sampler = GlobalBatchSampler(**fields, target_batch=plan.target_batch, samples=samples, order=order)
-    if ranks.world > 1:
-        digest = None if order is None else order_digest(order)
+    data: Any = workload.train_data
+    stream, samples = data if is_stream(data) else None, None
+    if stream is not None and fields["epochs"] is not None:
+        samples, remarks = ranks.once(lambda: count_samples(stream))
+        for line in (COUNTED, *remarks):
+            logger.warning(line)
+    sampler = open_sampler(workload, stream, ranks, samples=samples, target_batch=plan.target_batch, **fields)
+    if ranks.world > 1 and stream is None:
+        digest = None if sampler.order is None else order_digest(sampler.order)
         ranks.check_equal({"number of batches": sampler.total, "order of the sampler": digest})
         names = [f"rank {rank}" for rank in range(ranks.world)]
         check_same_data(ranks.gather(digest_data(workload.train_data)), names)

@@ -227,8 +227,6 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         known=recall(key, home),
     )
     probe, limit = found.probe, found.probe.micro_batch
-    if not limit and probe.stopped_by is not None:
-        raise KeyboardInterrupt
     if not limit:
         smallest = outcomes[min(outcomes)].attempt
         raise DoesNotFitError(

@@ -77,7 +77,6 @@ def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
         "workload": [run.title or "–" for run in runs],
         "device": row("device", lambda device: device.name),
         "budget": row("device", lambda device: format_bytes(device.budget_bytes)),
-        **recorded("surroundings"),
         **recorded("versions"),
         **{f"--{name.replace('_', '-')}": cells for name, cells in options.items()},
         "precision": row("plan", lambda plan: plan.precision),

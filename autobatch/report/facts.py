@@ -129,9 +129,8 @@ def _describe_fits(probe: Probe, place: str, size: str) -> str:
             "max_micro_batch": "more is not allowed by --max-micro-batch",
             "memory": "memory limits it",
         }[probe.limited_by],
-        None: f"more may: the {probe.stopped_by} ended the search",
     }
-    return f"{fits}; {evidence[probe.upper_bound_by]}"
+    return f"{fits}; {evidence[probe.upper_bound_by or 'cap']}"
 
 
 def on_each_rank(world: int, parallel: str | None) -> str:

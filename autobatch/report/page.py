@@ -51,8 +51,7 @@ def render(run: RunRecord) -> str:
     facts: dict[str, list[Fact]] = {}
     for fact in facts_of(run):
         facts.setdefault("answers" if fact.kind == "main" else fact.part, []).append(fact)
-    around = [*sorted(run.versions.items()), *sorted(run.surroundings.items())]
-    facts["repeat"] = [Fact("files", label, text) for label, text in around]
+    facts["repeat"] = [Fact("files", label, text) for label, text in sorted(run.versions.items())]
     tables: dict[str, Table] = {}
     if probe is not None:
         tables["fits"] = attempts_table(probe.attempts)

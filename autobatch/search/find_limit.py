@@ -108,8 +108,6 @@ def _largest(
         raise failure
     probe = limit.probe
     if not probe.micro_batch:
-        if probe.stopped_by is not None:
-            raise KeyboardInterrupt
         raise nothing_fits(process, outcomes[min(outcomes)])
     if known is not None and not probe.attempts[0].fits:
         progress.note(f"{probe.attempts[0].micro_batch} no longer fit, so the saved limit was probed again")

@@ -50,7 +50,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
     probe, info = limit.probe, process.info
     largest, multiple = probe.micro_batch, probe.multiple
     # An allocator without a cache does not fragment.
-    if info.allocator is None or probe.stopped_by is not None:
+    if info.allocator is None:
         return limit
     is_ragged, batches = info.largest_sample is not None, list[GlobalBatch]()
     doubts = Fitting(limit.programs, partial(new_allocator, info))

@@ -81,31 +81,23 @@ def find_largest(
             search. None if nothing is known.
         first: the first size without one.
 
-    Returns:
-        The limit. A ``KeyboardInterrupt`` in ``run`` ends the search.
-
     Raises:
         Exception: the first error, if nothing fits, and the smallest size for another reason than memory.
     """
     runs = Runs(new_allocator, () if known is None else known.programs())
     search = _Search(run, min(caps.values()) // multiple, multiple, runs)
-    stopped_by = None
-    try:
-        search.begin(first, known)
-        search.find()
-    except KeyboardInterrupt:
-        stopped_by = "interrupt"
+    search.begin(first, known)
+    search.find()
     answer, attempts = search.low * multiple, search.attempts
     is_confirmed = known is not None and [attempt.micro_batch for attempt in attempts] == [answer]
     probe = Probe(
         micro_batch=answer,
         limited_by=next((name for name, cap in caps.items() if cap == answer), "memory"),
-        upper_bound_by=None if stopped_by or not answer else search.proof(),
+        upper_bound_by=search.proof() if answer else None,
         predicted_micro_batch=search.predicted,
         oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in attempts),
         attempts=attempts,
         multiple=multiple,
-        stopped_by=stopped_by,
         source=f"saved {known.date}" if known is not None and is_confirmed else "search",
     )
     tops = tuple(top * multiple for top in search.tops)

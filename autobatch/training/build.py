@@ -24,35 +24,14 @@ from autobatch.workload.contract import Collated, Workload, kind_of, schedule_ar
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import open_feed
 from autobatch.workload.nested import to_device
-from autobatch.workload.order import GlobalBatchSampler, Order
+from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.split import split_of
-from autobatch.workload.streams import ENDLESS, Reader, StreamSampler, count_samples
+from autobatch.workload.streams import ENDLESS
 from autobatch.workload.user_code import user_code
 
 FILLER_SAMPLES = 2
 """Samples of a micro-batch that adds nothing to a batch: BatchNorm needs two."""
-
-
-def build_sampler(
-    samples: int, options: Options, order: Order | None = None, reader: Reader | None = None
-) -> GlobalBatchSampler:
-    """Build the sampler of all batches of a run."""
-    fields: dict[str, Any] = {
-        "samples": samples,
-        "target_batch": options.target_batch,
-        "seed": options.seed,
-        "steps": options.steps,
-        "epochs": options.epochs,
-    }
-    if reader is not None:
-        return StreamSampler(**fields, reader=reader)
-    return GlobalBatchSampler(**fields, order=order)
-
-
-def count_stream(setup: Setup) -> tuple[int, list[str]]:
-    """Count the samples of the stream of an open setup; see `count_samples`."""
-    return count_samples(setup.stream)
 
 
 @contextmanager

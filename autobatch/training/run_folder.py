@@ -20,10 +20,6 @@ from autobatch.training.trackers import TENSORBOARD, TRACKERS
 from autobatch.workload.user_code import failed_part
 
 
-class FolderTakenError(InputError):
-    """Another run holds the folder."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
     """Folder of a run, and what is written to it."""
@@ -92,8 +88,7 @@ def claim_folder(out: Path) -> Iterator[None]:
     Folders that were made for it are removed if nothing was written.
 
     Raises:
-        FolderTakenError: another run holds it.
-        InputError: it is not writable.
+        InputError: it is not writable, or another run holds it.
     """
     made = [path for path in (out, *out.absolute().parents) if not os.path.lexists(path)]
     try:
@@ -114,7 +109,7 @@ def claim_folder(out: Path) -> Iterator[None]:
             lock = SoftFileLock(out / f"{LOCK}-held")
             lock.acquire(blocking=False)
     except Timeout:
-        raise FolderTakenError(
+        raise InputError(
             f"another run is writing to {out}: wait until it ends, or give another --out"
         ) from None
     try:

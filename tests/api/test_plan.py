@@ -58,23 +58,6 @@ def test_a_probe_and_a_plan_have_the_fields_of_their_records_and_the_device() ->
     assert (checked.micro_batch, checked.source) == (3, "asked")
 
 
-class Interrupting(Listener):
-    """A listener that interrupts the search after its second attempt."""
-
-    def attempted(self, attempt: Any) -> None:
-        super().attempted(attempt)
-        if len(self.sizes) == 2:
-            raise KeyboardInterrupt
-
-
-def test_an_interrupted_probe_ends_a_plan_with_its_answer_and_a_tuning_without() -> None:
-    found = autobatch.plan(work(), target_batch=64, progress=Interrupting(), **CPU)
-    assert (found.probe.stopped_by, found.probe.micro_batch) == ("interrupt", 4)
-    assert sum(found.micro_batches) == 64
-    with pytest.raises(KeyboardInterrupt):
-        autobatch.tune(work(), target_batch=64, progress=Interrupting(), **CPU)
-
-
 @pytest.mark.parametrize(
     ("options", "launched", "world", "share"),
     [({}, None, 1, 64), ({}, "4", 4, 16), ({"world_size": 3}, "4", 3, 22), ({"world_size": 1}, "4", 1, 64)],

@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch import InputError
 from autobatch.api.pipeline import run_command
-from autobatch.api.ranks import claim_of_ranks
-from autobatch.api.run import Run
+from autobatch.api.run import Run, claim
 from autobatch.distributed.ranks import Ranks
 from tests.support.options import as_options
 from tests.support.rank_server import RankServer
@@ -77,7 +76,7 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
 
     run = a_run(Blind())
     with run.held, pytest.raises(InputError, match="rank 1 on b does not see the folder"):
-        claim_of_ranks(run, lambda: tmp_path)
+        claim(run, lambda: tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == []
 
 
@@ -119,14 +118,3 @@ def test_auto_shares_a_model_only_if_it_does_not_fit_whole(server: RankServer, t
     (plan, other), *_ = server.values(fit, str(tmp_path / "least"), "4MiB", world=3)
     assert plan["parallel_reason"].startswith(f"{why}the weights and")
     assert other == pytest.approx(loss, rel=1e-5)
-
-
-def test_a_new_folder_that_a_run_of_the_same_second_took_is_left_to_it(tmp_path: Path) -> None:
-    taken, free = tmp_path / "20261123-103648", tmp_path / "20261123-103648-2"
-    names = iter([taken, free])
-    first, second, third = a_run(), a_run(), a_run()
-    with first.held, second.held, third.held:
-        assert claim_of_ranks(first, lambda: taken) == taken
-        assert claim_of_ranks(second, lambda: next(names)) == free
-        with pytest.raises(InputError, match="another run is writing to"):
-            claim_of_ranks(third, lambda: taken)

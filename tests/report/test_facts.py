@@ -40,7 +40,6 @@ RUNS: dict[str, tuple[RunRecord, str]] = {
     "a device alone": (RunRecord(device=a_device()), "6.00 GiB"),
     "a limit that a run has shown": (probed(), "93 samples at a time in 6.00 GiB; 94 ran and do not"),
     "a limit that a replay has shown": (probed(upper_bound_by="replay"), "94 do not (6 test runs)"),
-    "a search that was stopped": (probed(upper_bound_by=None, stopped_by="interrupt"), "more may"),
     "a limit of multiples": (probed(multiple=8), "101 ran and do not"),
     "a cap": (probed(limited_by="dataset", upper_bound_by="cap"), "all samples of the data"),
     "ranks that share the model": (probed(world_size=2, parallel="shard"), "which share the model"),

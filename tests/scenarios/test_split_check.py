@@ -34,15 +34,12 @@ def test_a_loss_that_cannot_be_split_ends_a_fit_before_it_trains(tmp_path: Path)
     assert autobatch.fit(workload, split_check="note", **options).training.optimizer_steps == 2
 
 
-@pytest.mark.parametrize("choice", ["probe", "tune"])
-def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_path: Path) -> None:
+def test_a_plan_notes_a_loss_that_cannot_be_split() -> None:
     fields, wrong, right, cause = PAIRS["masked tokens"]
+    options: dict[str, Any] = {"device": "cpu", "memory_budget": "64MiB", "max_micro_batch": 16}
     for loss, expected in ((wrong, [cause]), (right, [])):
-        options: dict[str, Any] = {"device": "cpu", "memory_budget": "64MiB", "max_micro_batch": 16}
         notes = Listener()
-        options |= {} if choice == "probe" else {"target_batch": 64}
-        options |= {"trials": 0} if choice == "tune" else {}
-        getattr(autobatch, choice)(make_workload(**fields, loss=loss), progress=notes, **options)
+        autobatch.plan(make_workload(**fields, loss=loss), target_batch=64, progress=notes, **options)
         found = [note for note in notes.notes if "the gradient of" in note or "checked" in note]
         assert len(found) == len(expected)
         assert all(text in note for note, text in zip(found, expected, strict=True))

@@ -20,7 +20,6 @@ from autobatch.planning import make_plan
 from autobatch.report.result import load_run
 from autobatch.tuning import fastest, learning_rate, trial
 from autobatch.tuning.learning_rate import short_run
-from tests.support.probes import Listener
 from tests.support.training import make_setup
 from tests.support.trials import SAMPLES, STEPS, linear_workload, signed, squares
 
@@ -109,20 +108,6 @@ def test_a_short_run_has_the_losses_of_fit(tmp_path: Path) -> None:
     plan = make_plan(target_batch=12, micro_batch_limit=5, learning_rate=0.1)
     found = short_run(make_setup(linear_workload(loss=noisy)), plan, 3, 8)
     assert found == sum(loss * 12.0 for loss in losses[-2:]) / 24.0
-
-
-def test_an_interrupt_keeps_the_learning_rate_and_earlier_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(learning_rate, "short_run", interrupted)
-    heard = Listener()
-    options: dict[str, Any] = {"target_batch": 32, "device": "cpu", "trials": 1, "tune_lr": True}
-    result = autobatch.tune(linear_workload(), **options, progress=heard)
-    assert result.plan is not None
-    assert result.tuning is not None
-    assert (result.plan.learning_rate, result.tuning.trials, result.tuning.learning_rate) == (0.1, 1, None)
-    assert heard.notes[-1] == "interrupted: kept the learning rate"
 
 
 def test_fit_trains_with_the_found_learning_rate_and_reports_it(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import autobatch
-from autobatch.api.ranks import joined_ranks
+from autobatch.api.run import joined_ranks
 from autobatch.distributed.launch import fail_before_joining
 from tests.support.rank_server import RankServer
 from tests.support.training import make_workload, points

@@ -57,15 +57,10 @@ def test_a_limit_is_lowered_to_one_at_which_training_does_not_run_out(tmp_path: 
 
 
 def test_what_needs_no_check_stays(tmp_path: Path) -> None:
-    """Equal samples without a replay, an allocator without a cache, and a search that was stopped."""
+    """Equal samples without a replay, and an allocator without a cache."""
     equal = ragged_workload(train_data=tokens(), collate=None, size_of=None)
-    stopped = Limit(probe_of(8, stopped_by="interrupt"), planned=8)
-    for setup, limit in (
-        (simulated_setup(equal, tmp_path, "40MiB"), 8),
-        (make_setup(WORKLOAD), 8),
-        (simulated_setup(WORKLOAD, tmp_path, "40MiB"), stopped),
-    ):
-        found, listener = planned(setup, limit)
+    for setup in (simulated_setup(equal, tmp_path, "40MiB"), make_setup(WORKLOAD)):
+        found, listener = planned(setup, 8)
         assert (found.probe.real_batches, found.planned, listener.sizes) == (None, 8, [])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autobatch.cli.output import Terminated
 from autobatch.core.records import LimitedBy, Probe
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
@@ -279,23 +277,6 @@ def test_a_guess_that_is_wrong_or_of_another_step_is_only_a_guess(wrong: int) ->
         assert machine.asked[0] == wrong or known.packed
         assert (found.probe.micro_batch, found.probe.source) == (machine.limit(1000), "search")
         assert_within_the_bound(machine, found)
-
-
-@pytest.mark.parametrize("after", [0, 1, 2])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Terminated])
-def test_an_interrupt_gives_the_largest_size_so_far_and_a_termination_none(
-    after: int, error: type[BaseException]
-) -> None:
-    machine = Machine(lambda size: size)
-
-    def run(size: int) -> Outcome:
-        if len(machine.asked) == after:
-            raise error
-        return machine.run(size)
-
-    with pytest.raises(Terminated) if error is Terminated else nullcontext():
-        found = find(run, 10**6).probe
-        assert (found.stopped_by, found.micro_batch) == ("interrupt", max(machine.asked, default=0))
 
 
 # Sizes that fail for another reason than memory.

@@ -17,8 +17,9 @@ from autobatch.cli.output import describe_failure
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.planning import make_plan
-from autobatch.training.build import build_sampler, open_loop
+from autobatch.training.build import open_loop
 from autobatch.training.checkpoint import load_newest
+from autobatch.workload.order import GlobalBatchSampler
 from tests.support.options import as_options
 from tests.support.training import (
     Rows,
@@ -112,7 +113,7 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
     setup = replace(make_setup(workload), device=open_device("sim:t4", memory_budget="1GiB", environ={}))
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
     asked = as_options("fit", target_batch=7, steps=1)
-    sampler = build_sampler(64, asked)
+    sampler = GlobalBatchSampler(samples=64, target_batch=7, seed=0, steps=1)
     with open_loop(setup, plan, asked, sampler) as loop:
         stats = loop.meter.stats()
     assert stats.peak_allocated_bytes > stats.allocated_bytes
