@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -58,17 +57,6 @@ def test_the_budget_is_as_asked_else_what_is_available_less_a_headroom(asked, me
 def test_an_impossible_budget_names_both_numbers(budget, memory, error, words):
     with pytest.raises(error, match=words):
         CpuDevice(memory_budget=budget, memory=memory)
-
-
-def test_choices_of_a_cpu_are_those_of_torch(monkeypatch):
-    """The oracle is torch's own rule: where its default is not foreach, that is a choice."""
-    rules = importlib.import_module("torch.optim.optimizer")
-    _, foreach = rules._default_to_fused_or_foreach([torch.nn.Parameter(torch.zeros(3))], False, False)
-    device = CpuDevice(memory_budget="1GiB")
-    assert ("foreach" in device.optimizer_implementations()) is not foreach
-    for supported, precisions in (("avx2", ("fp32",)), ("amx_tile", ("fp32", "bf16"))):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda supported=supported: {supported: True})
-        assert device.native_precisions() == precisions
 
 
 def test_a_step_over_the_budget_raises_and_training_counts_nothing():

@@ -12,7 +12,7 @@ from autobatch import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.records import MemoryHolder
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats
-from autobatch.device.cuda import CudaDevice, visible_gpus
+from autobatch.device.cuda import CudaDevice
 from autobatch.device.nvml import NvmlAbsent, NvmlGpu
 from tests.support.fake_cuda import FakeCuda, gpu_reading
 
@@ -46,14 +46,6 @@ def test_cleaning_up_does_not_hide_the_error_that_lost_the_context(fake: FakeCud
         step()
     device.release()
     assert caught.value is error
-
-
-def test_a_full_gpu_leaves_no_budget(fake: FakeCuda) -> None:
-    fake.figures["reserved_bytes.all.current"] = 0
-    fake.driver_free = GiB
-    with pytest.raises(DoesNotFitError, match=r"1\.00 GiB free \(the CUDA driver\) .*--memory-budget"):
-        opened(None)
-    assert opened().budget_bytes == 6 * GiB
 
 
 def test_a_session_starts_empty_caps_and_restores_the_former_cap(fake: FakeCuda) -> None:
@@ -218,10 +210,3 @@ def test_a_context_that_the_driver_refuses_is_one_line(
     with pytest.raises(kind, match=f"cuda:0 {words}") as caught:
         opened()
     assert "\n" not in str(caught.value)
-
-
-def test_gpus_are_listed(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = visible_gpus()
-    assert (found["index"], found["uuid"], found["capability"]) == (0, "a1", "8.9")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert visible_gpus() == []

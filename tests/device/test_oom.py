@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from autobatch import DoesNotFitError, InputError, Interrupted, RestartSmallerError
-from autobatch.core.units import MiB
 from autobatch.device.oom import (
     Verdict,
     classify,
@@ -21,8 +20,6 @@ from autobatch.device.oom import (
     is_oom,
     loses_context,
     lost_context_ignored,
-    memory_named,
-    requested_bytes,
 )
 
 CUDA_TEXT = (
@@ -235,14 +232,6 @@ def test_first_line() -> None:
     assert len(first_line(chained(RuntimeError("the step failed"), oom()))) <= 240
 
 
-def test_the_bytes_that_a_failed_request_asked_for_are_bounded_by_its_text() -> None:
-    for asked, requested in (("20.00 MiB", 20 * MiB), ("512 bytes", 512), ("1.20 GiB", 1.2 * 1024 * MiB)):
-        text = f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 14.56 GiB."
-        error = chained(RuntimeError("backward failed"), torch.OutOfMemoryError(text))
-        assert requested < (requested_bytes(error) or 0) < 1.02 * requested
-    assert requested_bytes(MemoryError()) is None
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS and /proc/self/statm (Linux)")
 def test_real_allocator_error_of_torch_under_an_address_space_limit() -> None:
@@ -259,15 +248,3 @@ def test_real_allocator_error_of_torch_under_an_address_space_limit() -> None:
         finally:
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_memory_that_runs_out_in_a_named_part_is_one_error_and_others_pass() -> None:
-    with (
-        pytest.raises(DoesNotFitError, match="out of memory while it was built: MemoryError"),
-        memory_named("it was built"),
-    ):
-        raise MemoryError
-    for error in (KeyError("x"), DoesNotFitError("its own"), InputError("out of memory slots")):
-        with pytest.raises(type(error)) as same, memory_named("it was built"):
-            raise error
-        assert same.value is error

@@ -85,13 +85,6 @@ def test_profiles_are_shipped_in_the_package_and_not_beside_an_installed_one(tmp
     assert [profile.name for profile in list_profiles()] == [file.stem for file in SHIPPED]
 
 
-def test_what_is_written_reads_back_equal(tmp_path):
-    awkward = a_profile(title='A "GPU"\n\t\\ ü \x7f', device_names=("a,b", "c]"), context=None)
-    file = write_atomic(tmp_path / "mine.toml", format_profile(awkward).encode())
-    assert load_profile(str(file)) == awkward
-    assert awkward.context_bytes == 512 * MiB
-
-
 def test_the_home_is_chosen_by_the_environment_and_named_if_it_is_not_writable(tmp_path):
     assert data_home({"AUTOBATCH_HOME": str(tmp_path)}) == tmp_path
     assert data_home({"AUTOBATCH_HOME": ""}).name == data_home({}).name == "autobatch"

@@ -8,8 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-import autobatch
-from autobatch import DoesNotFitError
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
@@ -125,11 +123,3 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
     untraced = [Change("fused", "a fused optimizer", wrong)]
     found = helpful(footprint(one), untraced, Spending(BUDGET, gpu_allocator, 5000))
     assert {remedy.name for remedy in found} <= {"expandable_segments"}
-
-
-@pytest.mark.program
-def test_a_probe_in_which_nothing_fits_names_what_would_help(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
-    held = sum(p.nbytes for p in deep_transformer().model().parameters())
-    with pytest.raises(DoesNotFitError, match=r"What helps: a larger --memory-budget.*, --precision bf16 \("):
-        autobatch.probe(deep_transformer(), device="cpu", memory_budget=3 * held, precision="fp32")

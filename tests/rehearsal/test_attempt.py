@@ -207,15 +207,6 @@ def test_a_failure_names_its_phase(hidden: int, micro_batch: int, budget: int, p
     assert (failed.phase, failed.fits) == (phase, phase is None)
 
 
-def test_a_size_has_the_same_events_every_time() -> None:
-    """Dropout, augmentation and batch statistics are the same in every attempt."""
-    setup = setup_of(work(with_batch_norm()))
-    first, second = attempt(setup, 7), attempt(replace(setup, clock=lambda: 0.0), 7)
-    assert first.trace == second.trace
-    assert second.attempt.seconds == 0.0
-    assert first.attempt.peak_allocated_bytes == second.attempt.peak_allocated_bytes
-
-
 def test_a_lost_context_is_asked_nothing(monkeypatch) -> None:
     """After a sticky error every call to the driver raises that error again."""
 

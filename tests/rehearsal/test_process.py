@@ -6,7 +6,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,9 +19,8 @@ import pytest
 from autobatch import InputError, Progress
 from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
-from autobatch.rehearsal import process as child_module
 from autobatch.rehearsal.attempt import Outcome, attempt
-from autobatch.rehearsal.process import ChildCrashed, ChildProcess, may_copy, open_process
+from autobatch.rehearsal.process import ChildCrashed, ChildProcess, open_process
 from autobatch.rehearsal.setup import Role, Setup
 from autobatch.search.attempts import run_attempt
 from autobatch.step.optimizers import import_for_optimizers
@@ -215,24 +213,3 @@ def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
     with ChildProcess(is_copy=is_copy):
         pass
     assert set(multiprocessing.active_children()) == others
-
-
-def test_the_parent_imports_no_torch_to_start_a_child() -> None:
-    check = "import sys; import autobatch.rehearsal.process; raise SystemExit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("device", "has_driver", "platform", "is_copied"),
-    [
-        ("sim:t4", True, "linux", True),
-        ("auto", True, "linux", False),
-        ("cpu", False, "darwin", False),
-    ],
-)
-def test_a_child_that_may_use_a_gpu_is_no_copy(
-    device: str, has_driver: bool, platform: str, is_copied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child_module, "has_gpu_driver", lambda: has_driver)
-    monkeypatch.setattr(sys, "platform", platform)
-    assert may_copy(device) is is_copied

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch import InputError, WholeBatchLoss, Workload
+from autobatch import InputError, Workload
 from autobatch.core.options import Options
 from autobatch.rehearsal.setup import (
     Role,
@@ -82,23 +82,7 @@ def test_everything_that_changes_the_limit_changes_one_field_of_the_key(
     assert {name for name in before if before[name] != after[name]} == {field}
 
 
-def test_the_key_does_not_depend_on_what_leaves_the_limit_unchanged() -> None:
-    before = key_of()
-    assert key_of(work(learning_rate=0.5), seed=4) | {"optimizer": before["optimizer"]} == before
-    assert key_of(work(train_data=vectors(700))) == before
-
-
 # The description.
-
-
-def test_a_loss_over_a_batch_of_unknown_size_is_noted() -> None:
-    loss = WholeBatchLoss(
-        represent=lambda model, batch: model(batch[0]), loss=lambda _, rows: rows.square().mean()
-    )
-    unknown, known = (describe_setup(opened(work(loss=loss), target_batch=size)) for size in (None, 9))
-    assert (unknown.key["whole_batch"], known.key["whole_batch"]) == (None, 9)
-    assert "assumed to be two micro-batches" in unknown.notes[-1]
-    assert not any("assumed to be two micro-batches" in note for note in known.notes)
 
 
 def test_ranks_that_share_a_model_refuse_a_loss_over_the_batch_before_a_probe() -> None:

@@ -56,14 +56,6 @@ def test_a_limit_is_lowered_to_one_at_which_training_does_not_run_out(tmp_path: 
     assert count_ooms(WORKLOAD, setup, larger, target=TARGET, steps=12) > 0
 
 
-def test_what_needs_no_check_stays(tmp_path: Path) -> None:
-    """Equal samples without a replay, and an allocator without a cache."""
-    equal = ragged_workload(train_data=tokens(), collate=None, size_of=None)
-    for setup in (simulated_setup(equal, tmp_path, "40MiB"), make_setup(WORKLOAD)):
-        found, listener = planned(setup, 8)
-        assert (found.probe.real_batches, found.planned, listener.sizes) == (None, 8, [])
-
-
 def test_a_size_that_nothing_survives_is_not_returned_without_a_note(tmp_path: Path) -> None:
     """The longest sample alone takes more than the budget."""
     found, heard = planned(simulated_setup(WORKLOAD, tmp_path, "1MiB"), 128)

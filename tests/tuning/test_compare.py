@@ -7,9 +7,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from autobatch.core.errors import Infeasible
 from autobatch.tuning.compare import ROUNDS, Comparison, Measurement, compare
 
 
@@ -58,11 +55,3 @@ def test_what_cannot_become_faster_any_more_does_not_run_again() -> None:
     found = compared(lambda values: ran.append(1) or 100.0 + 30 * values["i"])  # type: ignore[func-returns-value]
     assert found == Comparison(1.3, 1.3, 1.3, Measurement(100.0, 4), Measurement(130.0, 4))
     assert len(ran) == 2 * ROUNDS
-
-
-def test_a_configuration_that_fails_ends_the_comparison() -> None:
-    def speed(values: Any) -> float:
-        raise Infeasible("crashed")
-
-    with pytest.raises(Infeasible, match="crashed"):
-        compared(speed)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState
 
-from autobatch import AutobatchError
 from autobatch.core.errors import Infeasible, InputError
 from autobatch.core.knobs import SearchAxis, defaults
 from autobatch.core.records import Tuning
@@ -118,16 +117,6 @@ def test_an_error_of_a_trial_closes_it_and_keeps_the_others(tmp_path: Path, erro
     assert states[:2] == [TrialState.COMPLETE, TrialState.PRUNED if error is Infeasible else TrialState.FAIL]
 
 
-@pytest.mark.parametrize(("worth_samples", "trials"), [(math.inf, 4), (1600, 2)])
-def test_a_short_run_is_not_tuned_for_long(
-    worth_samples: float, trials: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training takes 1.6 s at 1,000 samples a second, and each measurement a second."""
-    fakes = FakeTrials()
-    monkeypatch.setattr(fastest.time, "monotonic", lambda: float(len(fakes.asked)))
-    assert search(fakes, SHIFTS, worth_samples=worth_samples).trials == trials
-
-
 # Storages.
 
 
@@ -174,16 +163,6 @@ def test_a_storage_that_cannot_be_opened_is_invalid_input_of_one_line(
         study_in(storage.replace("FOLDER", str(tmp_path)))
     assert "\n" not in str(found.value)
     assert "secret" not in str(found.value)
-
-
-def test_a_storage_that_fails_in_the_middle_is_an_error_of_one_line(tmp_path: Path) -> None:
-    def speed(values: Any) -> float:
-        (tmp_path / "s.log").unlink(missing_ok=True)
-        return 1.0
-
-    with pytest.raises(AutobatchError, match="FileNotFoundError") as found:
-        search(FakeTrials(speed), SHIFTS, storage=str(tmp_path / "s.log"))
-    assert (found.value.exit_code, str(found.value).isprintable()) == (1, True)
 
 
 def test_the_lock_of_a_journal_is_an_absolute_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,19 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import TuningContext, applicable
 from autobatch.core.options import Options
 from autobatch.planning import make_plan
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import open_process
-from autobatch.rehearsal.setup import Role, Setup, with_knobs
-from autobatch.tuning import space
+from autobatch.rehearsal.setup import Role, with_knobs
 from autobatch.tuning.learning_rate import short_run
-from autobatch.tuning.space import look_at_workload
 from autobatch.tuning.trial import Trials, call_with
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
 from tests.support.feeds import loader_workers
-from tests.support.training import Rows, make_setup, mean_loss
+from tests.support.training import make_setup, mean_loss
 from tests.support.trials import Time, make_trials, signed, trial_setup
 from tests.support.untouched import fingerprint, with_gradients
-
-
-def context_of(made: Setup, workers: int | None = None) -> TuningContext:
-    return look_at_workload(made, 8, 100, workers)
 
 
 def why_not(trials: Trials, values: Any) -> str:
@@ -40,26 +32,6 @@ def why_not(trials: Trials, values: Any) -> str:
     with pytest.raises(Infeasible) as reason:
         trials.measure(values)
     return str(reason.value)
-
-
-def test_the_context_describes_the_workload_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "usable_cores", lambda: 4)
-    here = context_of(trial_setup())
-    assert (here.blocks, here.images, here.optimizers) == (6, False, ("default", "foreach", "fused"))
-    assert (here.precisions[0], here.loader) == ("fp32", None)
-    ticks = iter(range(100))
-    assert context_of(trial_setup(clock=lambda: float(next(ticks)))).fetch_seconds == 1.0
-    made = trial_setup(
-        model=lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)),
-        train_data=Rows(torch.randn(8, 1, 4, 4), torch.randint(3, (8,))),
-        optimizer=lambda params, lr: torch.optim.Adam(params, lr=lr, foreach=True),
-    )
-    there = context_of(replace(made, precision="bf16"), workers=1)
-    assert (there.images, there.blocks, there.fetch_seconds) == (True, 0, 0.0)
-    assert (there.optimizers, there.precisions) == (("default",), ("bf16",))
-    assert applicable(there, ["loader_workers"])[1] == [
-        "loader_workers is not tuned: the number of workers is given"
-    ]
 
 
 # Time.
@@ -84,23 +56,6 @@ def test_micro_batches_and_optimizer_steps_are_timed_apart() -> None:
     trials = make_trials(trial_setup(clock=time, **timed_fields(time)))
     assert trials.measure({}) == (pytest.approx(64 / (8 * 8 + 5)), 8)
     assert trials.measure({"micro_batch_shift": 2}) == (pytest.approx(64 / (64 + 5)), 2)
-
-
-def test_the_time_of_compiling_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    time = Time()
-
-    def compiled(forward: Any, mode: str) -> Any:
-        left = [200.0]
-
-        def run(*args: Any) -> Any:
-            time.now += left.pop() if left else 0.0
-            return forward(*args)
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    trials = make_trials(trial_setup(clock=time, **timed_fields(time)))
-    assert trials.measure({"compile": "default"}) == (pytest.approx(64 / (64 + 5)), 8)
 
 
 def test_a_trial_leaves_nothing_behind() -> None:
@@ -208,10 +163,3 @@ def test_a_configuration_that_needs_less_memory_gets_a_larger_micro_batch_that_f
 
 
 # Losses.
-
-
-def test_a_loss_in_bf16_that_is_not_finite_is_infeasible() -> None:
-    def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
-        return mean_loss(model, batch) * (float("nan") if torch.is_autocast_enabled("cpu") else 1.0)
-
-    assert "loss" in why_not(make_trials(trial_setup(loss=spoiled)), {"precision": "bf16"})

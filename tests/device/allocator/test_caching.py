@@ -151,20 +151,6 @@ def test_invariants(steps, limit, expandable):
     assert allocator.reserved_bytes == 0
 
 
-def test_cached_segments_are_freed_before_the_error():
-    allocator = CachingAllocator(40 * MiB)
-    first = allocator.malloc(30 * MiB)
-    allocator.free(first)
-    assert allocator.malloc(36 * MiB).size == 36 * MiB
-    assert (allocator.reserved_bytes, allocator.retries) == (36 * MiB, 1)
-    with pytest.raises(BudgetExceeded) as refusal:
-        allocator.malloc(5 * MiB)
-    error = refusal.value
-    assert error.attempted == 20 * MiB
-    assert (error.allocated, error.reserved, error.limit) == (36 * MiB, 36 * MiB, 40 * MiB)
-    assert allocator.retries == 2
-
-
 def test_expandable_segments_map_whole_pages_and_unmap_them():
     allocator = CachingAllocator(100 * MiB, AllocatorConfig(expandable_segments=True))
     first = allocator.malloc(11 * MiB)  # one 20 MiB page, split
