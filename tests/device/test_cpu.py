@@ -111,22 +111,3 @@ def test_segments_of_a_simulated_gpu_count_against_the_budget():
         text = str(caught.value)
         assert text.startswith("CUDA out of memory. Tried to allocate 50.0 MiB. 64.0 MiB allowed")
     assert replay(meter.trace(), device.new_allocator()).peak_reserved_bytes == 22 * MiB
-
-
-def test_a_simulated_gpu_reuses_and_frees_its_cache_in_training_and_tells_fragmentation():
-    device = simulated()
-    with device.training() as meter:
-        for _ in range(3):
-            torch.zeros(40 * MiB // 4)
-        assert (meter.stats().allocated_bytes, meter.stats().reserved_bytes) == (0, 40 * MiB)
-        torch.zeros(60 * MiB // 4)
-        assert (meter.stats().reserved_bytes, meter.stats().retries) == (60 * MiB, 1)
-        device.release()
-        assert meter.stats().reserved_bytes == 0
-        assert meter.trace() is None
-        held = [torch.zeros(1280 * 1024, dtype=torch.uint8) for _ in range(48)]
-        del held[::2]
-        with pytest.raises(torch.OutOfMemoryError, match="is reserved by PyTorch but unallocated"):
-            torch.zeros(15 * MiB, dtype=torch.uint8)
-    with device.enforced() as meter:
-        assert meter.stats().peak_reserved_bytes == 0

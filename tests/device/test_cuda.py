@@ -13,7 +13,7 @@ from autobatch.core.records import MemoryHolder
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats
 from autobatch.device.cuda import CudaDevice
-from autobatch.device.nvml import NvmlAbsent, NvmlGpu
+from autobatch.device.nvml import NvmlGpu
 from tests.support.fake_cuda import FakeCuda, gpu_reading
 
 
@@ -75,14 +75,6 @@ def test_a_cap_allows_the_budget_to_the_byte_and_so_does_the_restored_one(fake: 
             assert limit <= fake.allowed <= limit + 1
             raise KeyError("in the step")
         assert fake.allowed == former
-
-
-def test_without_figures_of_nvml_the_other_processes_are_unknown(fake: FakeCuda) -> None:
-    for answer, words in ((NvmlAbsent(reason="no driver"), "no driver"), (gpu_reading(None), "")):
-        fake.nvml = lambda answer=answer: answer
-        record = opened(None).describe()
-        assert record.other_processes_bytes is None
-        assert words in "".join(record.notes)
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "of a container"])

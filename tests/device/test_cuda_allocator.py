@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from autobatch.core.units import MiB
@@ -33,17 +29,6 @@ FIRST_SET: list[tuple[dict[str, str], bool]] = [
 def test_the_first_variable_that_is_set_counts() -> None:
     for environ, asks in FIRST_SET:
         assert ("expandable_segments:true" in allocator_options(environ)) is asks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("environ", "asks"), FIRST_SET)
-def test_torch_reads_the_same_variable(environ: dict[str, str], asks: bool) -> None:
-    code = "import torch; print(torch._C._accelerator_getAllocatorSettings().lower().replace(' ', ''))"
-    clean = {name: text for name, text in os.environ.items() if "ALLOC_CONF" not in name}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True, check=True
-    )
-    assert ("expandable_segments:true" in done.stdout) is asks
 
 
 def entry(action: str, address: int, size: int = 0, **more: object) -> dict[str, object]:

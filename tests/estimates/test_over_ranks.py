@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from autobatch import InputError, WholeBatchLoss
+from autobatch import WholeBatchLoss
 from autobatch.estimates.estimator import estimate_limits
 from tests.support.options import as_options
 from tests.support.step_workloads import Tokens, Transformer, make, token_loss
@@ -105,8 +105,3 @@ def test_a_loss_over_the_whole_batch_needs_whole_models_and_the_rows_of_all_rank
     exchanged = sum(p.numel() * 4 for p in contrastive().model().parameters())
     more = one.peak_allocated_bytes - alone.peak_allocated_bytes
     assert 0 <= more <= 1.1 * exchanged, "beside a buffer for the sum of the gradients"
-
-
-def test_a_loss_over_the_whole_batch_cannot_be_shared():
-    with pytest.raises(InputError, match="a WholeBatchLoss runs two passes over a batch"):
-        estimate(contrastive(), parallel="shard")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.estimates import policy
@@ -50,39 +49,6 @@ def test_lists_are_those_of_torch(macro, names):
     assert missing == set()
     # torch 2.11 leaves rms_norm to its parts, which are in the list.
     assert {name for name in names if f"aten::{name}" in known} <= listed | {"rms_norm"}
-
-
-@pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("low", [bf16, fp16])
-def test_types_under_autocast_are_those_of_cuda(low):
-    """docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast"."""
-    x, layer = torch.randn(4, 8, 16), nn.Linear(16, 16)
-    with torch.autocast("cpu", dtype=low):
-        y = layer(x)
-        types = {
-            "linear": (y.dtype, low),
-            "matmul": ((x @ x.mT).dtype, low),
-            "layer_norm": (nn.LayerNorm(16)(y).dtype, fp32),
-            "softmax": (y.softmax(-1).dtype, fp32),
-            "log_softmax": (y.log_softmax(-1).dtype, fp32),
-            "sum": (y.sum().dtype, fp32),
-            "cumsum": (y.cumsum(0).dtype, fp32),
-            "pow": ((y**2).dtype, fp32),
-            "exp": (y.exp().dtype, fp32),
-            "mse_loss": (F.mse_loss(y, y).dtype, fp32),
-            "cross_entropy": (F.cross_entropy(y[0], torch.zeros(8, dtype=torch.long)).dtype, fp32),
-            "gelu": (F.gelu(y).dtype, low),
-            "relu": (F.relu(y).dtype, low),
-            "cat": (torch.cat([y, y]).dtype, low),
-            "add": ((y + y).dtype, low),
-            "mean": (y.mean().dtype, low),
-            "asked for": (y.softmax(-1, dtype=torch.float64).dtype, torch.float64),
-            "widest": (torch.addcmul(x, y, y).dtype, fp32),
-            "double": (torch.exp(x.double()).dtype, torch.float64),
-        }
-    assert {name: found for name, (found, _) in types.items()} == {
-        n: known for n, (_, known) in types.items()
-    }
 
 
 @pytest.mark.usefixtures("on_gpu")

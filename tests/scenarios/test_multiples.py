@@ -11,7 +11,6 @@ from torch.nn import functional
 
 import autobatch
 from autobatch import InputError
-from autobatch.planning import make_plan, micro_batches
 from tests.support.probes import probed, work
 
 SEEN: list[int] = []
@@ -86,18 +85,3 @@ def test_a_target_that_is_no_multiple_is_refused() -> None:
     with pytest.raises(InputError, match=r"25 cannot be split into multiples of 2.*use 24 or 26"):
         autobatch.plan(work(loss=in_multiples_of(2)), **options, micro_batch_multiple=2)
     assert not SEEN, "before anything has run"
-
-
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_every_split_has_the_fewest_multiples(multiple: int) -> None:
-    for samples in range(multiple, 200, 3 * multiple):
-        for limit in range(multiple, 60, 5):
-            sizes = micro_batches(samples, limit, multiple)
-            assert sum(sizes) == samples
-            assert all(0 < size <= limit and size % multiple == 0 for size in sizes)
-            assert max(sizes) - min(sizes) <= multiple
-            assert len(sizes) == -(-samples // (limit // multiple * multiple))
-    plan = make_plan(
-        target_batch=96, micro_batch_limit=20, learning_rate=1.0, world_size=3, multiple=multiple
-    )
-    assert sum(plan.micro_batches) == 32

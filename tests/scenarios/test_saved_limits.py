@@ -44,30 +44,6 @@ def test_a_saved_limit_that_no_longer_fits_is_probed_again(own_home: Path) -> No
     assert json.loads(file.read_bytes())["micro_batch"] == first.probe.micro_batch
 
 
-def test_a_saved_limit_below_the_truth_is_searched_anew(own_home: Path) -> None:
-    """The run of the saved size fits, and says nothing about the next one."""
-    first, _ = probed(work())
-    (file,) = saved_files(own_home)
-    wrong = first.probe.micro_batch - 2
-    edited(file, micro_batch=wrong, packed="")
-    second, listener = probed(work())
-    assert listener.sizes[0] == wrong
-    assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
-    assert json.loads(file.read_bytes())["micro_batch"] == first.probe.micro_batch
-
-
-def test_a_larger_cap_than_the_saved_one_is_probed_again() -> None:
-    small, _ = probed(work(), max_micro_batch=3)
-    large, listener = probed(work(), max_micro_batch=5)
-    assert (small.probe.micro_batch, large.probe.micro_batch) == (3, 5)
-    assert large.probe.source == "search"
-    free, _ = probed(work())
-    assert free.probe.limited_by == "memory"
-    capped, listener = probed(work(), max_micro_batch=4)
-    assert (capped.probe.micro_batch, capped.probe.limited_by) == (4, "max_micro_batch")
-    assert listener.sizes == [4]
-
-
 def test_a_limit_that_cannot_be_saved_is_noted(own_home: Path) -> None:
     own_home.parent.mkdir(parents=True, exist_ok=True)
     own_home.write_text("a file where the folder should be")

@@ -62,14 +62,6 @@ def test_an_error_above_a_size_that_fits_bounds_the_search(error: Exception) -> 
     assert {*failed.values()} == {str(error).splitlines()[0]}
 
 
-def test_memory_still_bounds_a_search_below_the_errors_and_an_error_before_any_size_fits_is_raised() -> None:
-    found = found_in(Child(LAUNCH, 2000))
-    assert (found.micro_batch, found.upper_bound_by) == (990, "replay")
-    assert not any(run.is_error for run in found.attempts)
-    with pytest.raises(RuntimeError, match="invalid configuration"):
-        found_in(Child(LAUNCH, 1))
-
-
 def test_a_process_without_a_child_ends_once_its_context_is_lost() -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
         found_in(Here(ILLEGAL, 500))

@@ -23,7 +23,7 @@ from autobatch.search.probe import Limit
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import Listener, probe_of
 from tests.support.ragged import Sequences, count_ooms, ragged_workload, simulated_setup, wide_model
-from tests.support.training import fingerprint, make_setup, tokens
+from tests.support.training import fingerprint
 
 WORKLOAD = ragged_workload(model=wide_model, train_data=Sequences(samples=512, longest=59))
 TARGET = 128

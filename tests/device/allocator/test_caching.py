@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from itertools import pairwise
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,45 +107,6 @@ def test_agrees_with_the_slow_model_event_by_event(steps, limit):
                 live.append((fast.malloc(step), expected))
         assert (fast.allocated_bytes, fast.reserved_bytes) == (slow.allocated(), slow.reserved())
         assert fast.retries == slow.retries
-
-
-@settings(max_examples=80)
-@given(STEPS, LIMITS, st.booleans())
-def test_invariants(steps, limit, expandable):
-    allocator = CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))
-    peaks = [0, 0]
-
-    def check():
-        peaks[0] = max(peaks[0], allocator.allocated_bytes)
-        peaks[1] = max(peaks[1], allocator.reserved_bytes)
-        assert 0 <= allocator.allocated_bytes <= allocator.reserved_bytes
-        assert limit is None or allocator.peak_reserved_bytes <= limit
-        assert allocator.peak_allocated_bytes == peaks[0]
-        assert allocator.peak_reserved_bytes >= peaks[1]
-
-    live = []
-    for step in steps:
-        if step == (-1,):
-            allocator.release()
-        elif isinstance(step, int):
-            with suppress(BudgetExceeded):
-                live.append(allocator.malloc(step))
-        elif live:
-            allocator.free(live.pop(step[0] % len(live)))
-        check()
-    live = [block for block in live if block is not None]
-    if limit is not None:  # a refusal changes no live block
-        with pytest.raises(BudgetExceeded):
-            allocator.malloc(limit + 1)
-    spans = sorted((block.address, block.address + block.size) for block in live)
-    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert sum(end - start for start, end in spans) == allocator.allocated_bytes
-
-    for block in live:
-        allocator.free(block)
-    assert allocator.allocated_bytes == 0
-    allocator.release()
-    assert allocator.reserved_bytes == 0
 
 
 def test_expandable_segments_map_whole_pages_and_unmap_them():
