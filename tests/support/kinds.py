@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    LambdaLR,
-    LinearLR,
-    OneCycleLR,
-)
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
+from autobatch import Workload
 from tests.support.detection import count_shown, drawn_terms
 from tests.support.overflow import flagged
 from tests.support.overflow import loss as overflowing_loss
 from tests.support.training import (
     INFO_NCE,
     Rows,
-    language_model,
     make_workload,
     network,
     points,
-    token_loss,
-    tokens,
 )
 
 
@@ -84,62 +79,6 @@ class Float32State(torch.optim.SGD):
                 parameter.data.copy_(state["copy"])
 
 
-def adamw(params, lr):
-    return torch.optim.AdamW(params, lr=0.01, amsgrad=True)
-
-
-def augmented():
-    data = Augmented(*points(dtype=torch.float32).columns)
-    return make_workload(model=Everything, train_data=data, optimizer=adamw), {}
-
-
-def scheduled(make):
-    def build():
-        return make_workload(
-            model=Everything, train_data=points(dtype=torch.float32), optimizer=adamw, schedule=make
-        ), {}
-
-    return build
-
-
-def ragged():
-    return make_workload(
-        model=lambda: language_model(torch.float32), train_data=tokens(), loss=token_loss, optimizer=adamw
-    ), {}
-
-
-def overflowing():
-    """Make a workload that overflows before, at and after most of the steps to resume from."""
-    workload = make_workload(
-        model=lambda: network(torch.float32),
-        train_data=flagged({3, 17}, samples=24),
-        loss=overflowing_loss,
-        optimizer=adamw,
-        schedule=CosineAnnealingLR,
-    )
-    return workload, {"precision": "fp16"}
-
-
-def float32_state():
-    return make_workload(
-        model=lambda: network(torch.bfloat16),
-        train_data=Rows(points().columns[0].bfloat16(), points().columns[1]),
-        optimizer=lambda params, lr: Float32State(params, lr=0.003),
-    ), {}
-
-
-def two_optimizers():
-    def optimizers(params, lr):
-        params = list(params)
-        return torch.optim.SGD(params[:2], lr=lr, momentum=0.9), torch.optim.RMSprop(params[2:], lr=0.01)
-
-    return make_workload(optimizer=optimizers, schedule=lambda o, steps: LinearLR(o, 1.0, 0.1, steps)), {}
-
-
-def followed():
-    return make_workload(model=Followed, after_step=Followed.follow, optimizer=adamw), {}
-
-
 class Thawed(nn.Module):
     """Model whose first layer begins to train after three steps, and whose statistics freeze after five."""
 
@@ -160,44 +99,65 @@ class Thawed(nn.Module):
             self.norm.eval()
 
 
-def thawed():
-    return make_workload(
-        model=Thawed, train_data=points(dtype=torch.float32), after_step=Thawed.after_step, optimizer=adamw
-    ), {}
+def adamw(params, lr):
+    return torch.optim.AdamW(params, lr=0.01, amsgrad=True)
 
 
-def averaged(make):
-    def build():
-        workload, options = make()
-        return workload, {**options, "ema": 0.9}
-
-    return build
+def two_optimizers(params, lr):
+    params = list(params)
+    return torch.optim.SGD(params[:2], lr=lr, momentum=0.9), torch.optim.RMSprop(params[2:], lr=0.01)
 
 
-def contrastive():
-    data = Augmented(*points(dtype=torch.float32).columns)
-    return make_workload(model=Everything, train_data=data, loss=INFO_NCE, optimizer=adamw), {}
+def numpy_schedule(optimizer, steps):
+    """Return a schedule whose state has scalars of NumPy, which a safe loader refuses."""
+    return LambdaLR(optimizer, lambda step: np.cos(step / steps))
 
 
-def several_terms():
-    data = Augmented(*points(dtype=torch.float32).columns)
-    workload = make_workload(
-        model=Everything, train_data=data, loss=drawn_terms, counts=count_shown, optimizer=adamw
-    )
-    return workload, {}
-
-
-RUNS = {
-    "augmented": augmented,
-    "augmented, averaged": averaged(augmented),
-    "one cycle": scheduled(lambda o, steps: OneCycleLR(o, 0.05, total_steps=steps + 1)),
-    "numpy scalars": scheduled(lambda o, steps: LambdaLR(o, lambda step: np.cos(step / steps))),
-    "ragged": ragged,
-    "overflowing": overflowing,
-    "float32 state": float32_state,
-    "two optimizers": two_optimizers,
-    "followed, averaged": averaged(followed),
-    "thawed, averaged": averaged(thawed),
-    "whole batch": contrastive,
-    "several terms": several_terms,
+SINGLE = points(dtype=torch.float32)
+AUGMENTED = {"model": Everything, "train_data": Augmented(*SINGLE.columns), "optimizer": adamw}
+KINDS = {
+    "augmented, averaged": (
+        {**AUGMENTED, "schedule": lambda o, steps: OneCycleLR(o, 0.05, total_steps=steps + 1)},
+        {"ema": 0.9},
+    ),
+    # Some samples overflow before, at and after most of the steps to resume from.
+    "overflowing": (
+        {
+            "model": lambda: network(torch.float32),
+            "train_data": flagged({3, 17}, samples=24),
+            "loss": overflowing_loss,
+            "optimizer": adamw,
+            "schedule": CosineAnnealingLR,
+        },
+        {"precision": "fp16"},
+    ),
+    "float32 state": (
+        {
+            "model": lambda: network(torch.bfloat16),
+            "train_data": Rows(points().columns[0].bfloat16(), points().columns[1]),
+            "optimizer": lambda params, lr: Float32State(params, lr=0.003),
+        },
+        {},
+    ),
+    "two optimizers": ({"optimizer": two_optimizers, "schedule": numpy_schedule}, {}),
+    "followed, averaged": (
+        {"model": Followed, "after_step": Followed.follow, "optimizer": adamw},
+        {"ema": 0.9},
+    ),
+    "thawed, averaged": (
+        {"model": Thawed, "train_data": SINGLE, "after_step": Thawed.after_step, "optimizer": adamw},
+        {"ema": 0.9},
+    ),
+    "whole batch": ({**AUGMENTED, "loss": INFO_NCE}, {}),
+    "several terms": ({**AUGMENTED, "loss": drawn_terms, "counts": count_shown}, {}),
 }
+"""Fields of a workload and options of a loop."""
+
+
+def run_of(kind: str) -> tuple[Workload, dict[str, Any]]:
+    """Make a workload of a kind, and the options of its loop."""
+    fields, options = KINDS[kind]
+    return make_workload(**fields), options
+
+
+RUNS = {kind: partial(run_of, kind) for kind in KINDS}
