@@ -18,7 +18,7 @@ from autobatch.estimates.traced_step import TracedStep, record
 from autobatch.rehearsal.attempt import attempt
 from tests.support.training import make_loop, make_setup, make_workload, network, points
 
-TARGETS = 9000
+TARGETS, BUDGET = 1500, 12 * MiB
 
 
 class Lives:
@@ -82,7 +82,7 @@ def test_no_micro_batch_outlives_its_forward_pass(
 
 
 class Noised(Dataset):
-    """Inputs with one target for each of 9,000 outputs."""
+    """Inputs with one target for each of many outputs."""
 
     def __len__(self) -> int:
         return 200
@@ -127,7 +127,7 @@ def test_a_plan_for_a_loop_by_hand_counts_the_micro_batch_that_it_keeps() -> Non
         train_data=Noised(),
         loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
     )
-    plan = autobatch.plan(workload, target_batch=200, progress=False, device="cpu", memory_budget="73MiB")
+    plan = autobatch.plan(workload, target_batch=200, progress=False, device="cpu", memory_budget=BUDGET)
     limit = plan.probe.micro_batch
-    assert limit == 128
-    assert peak_of_a_loop_by_hand(workload, limit) <= 73 * MiB < peak_of_a_loop_by_hand(workload, limit + 2)
+    assert 50 < limit < 200
+    assert peak_of_a_loop_by_hand(workload, limit) <= BUDGET < peak_of_a_loop_by_hand(workload, limit + 2)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from autobatch import Interrupted, Progress
-from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.run import train
 from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, settings
 from tests.support.training import fingerprint, make_workload, network, points
@@ -41,28 +40,6 @@ def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(tmp_path, numbe
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
     assert done.resumed_from == str(out / "checkpoints" / f"step-{at:08d}")
     assert list(map(untimed, rows(out))) == list(map(untimed, rows(tmp_path / "straight")))
-
-
-def test_a_signal_stops_a_validation(tmp_path: Path) -> None:
-    seen = []
-
-    def metrics(model, batch):
-        seen.append(len(batch[0]))
-        if len(seen) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return {}
-
-    loop = open_loop(make_workload(validation_data=points(30), metrics=metrics))
-    with pytest.raises(Interrupted) as caught:
-        train(loop, settings(tmp_path), Progress(), None)
-    assert caught.value.exit_code == 143
-    assert seen == [3, 3]
-    assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000006"]
-    again, done = resume(tmp_path, make_workload(validation_data=points(30)))
-    assert again.batches_seen == STEPS
-    assert done.validation["loss"] > 0
-    assert done.optimizer_steps == STEPS
-    assert len(rows(tmp_path)) == STEPS
 
 
 def test_a_signal_in_a_periodic_validation_does_not_change_the_rest_of_the_run(tmp_path: Path) -> None:

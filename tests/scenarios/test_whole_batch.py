@@ -16,7 +16,6 @@ from autobatch import DoesNotFitError, WholeBatchLoss, Workload
 from autobatch.core.options import Options
 from autobatch.core.units import KiB
 from autobatch.estimates.estimator import estimate_limits
-from autobatch.estimates.footprints import footprint
 from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
@@ -52,33 +51,27 @@ def test_what_is_traced_is_what_an_attempt_allocates(whole_batch: int | None, pr
     found = WORKLOADS["perceptron"]()
     made = replace(setup(replace(found, loss=LOSS), precision=precision), whole_batch=whole_batch)
     traced = replace(traced_step(made, steps=ATTEMPT_STEPS), samples=whole_batch)
-    for size in (11,):
-        assert record(traced, size).trace == attempt(made, size).trace.canonical()
-    # Affine, or quadratic if the batch grows with the micro-batch.
-    assert footprint(traced).program.at(23).events == attempt(made, 23).trace.canonical().events
+    assert record(traced, 11).trace == attempt(made, 11).trace.canonical()
 
 
-def plan_of(workload: Workload, target_batch: int, budget: int, device: str = "cpu") -> autobatch.Plan:
-    return autobatch.plan(workload, target_batch=target_batch, device=device, memory_budget=budget)
+def plan_of(workload: Workload, target_batch: int, budget: int) -> autobatch.Plan:
+    return autobatch.plan(workload, target_batch=target_batch, device="cpu", memory_budget=budget)
 
 
-@pytest.mark.parametrize(
-    ("device", "target", "budget"), [("cpu", 128, 800 * KiB), ("sim:t4", 300, 3 * 1024 * KiB)]
-)
-def test_a_plan_is_for_the_whole_batch_and_by_brute_force_the_largest(device, target, budget) -> None:
-    found = plan_of(contrastive(), target, budget, device)
+def test_a_plan_is_for_the_whole_batch_and_by_brute_force_the_largest() -> None:
+    target, budget = 128, 800 * KiB
+    found = plan_of(contrastive(), target, budget)
     assert found.probe.source == "search"
     size = found.probe.micro_batch
     assert sum(found.micro_batches) == target
     assert found.probe.limited_by == "memory"
-    asked = {"target_batch": target, "device": device, "memory_budget": budget}
+    asked = {"target_batch": target, "device": "cpu", "memory_budget": budget}
     made = open_setup(contrastive(), Options().with_values(**asked))
     assert made.whole_batch == target
     assert attempt(made, size).attempt.fits
     assert not any(attempt(made, size + more).attempt.fits for more in (1, 2, 10))
-    if device == "cpu":
-        assert plan_of(contrastive(), target, budget).probe.source.startswith("saved")
-        assert plan_of(contrastive(), target - 28, budget).probe.source == "search"
+    assert plan_of(contrastive(), target, budget).probe.source.startswith("saved")
+    assert plan_of(contrastive(), target - 28, budget).probe.source == "search"
 
 
 def test_a_batch_whose_loss_alone_does_not_fit_is_told_from_a_micro_batch_that_is_too_large() -> None:
@@ -91,7 +84,6 @@ def test_without_a_target_batch_a_note_says_what_was_taken_for_it() -> None:
     result, listener = probed(contrastive(), memory_budget="1MiB")
     assert result.probe.micro_batch > 1
     assert any("assumed to be two micro-batches here" in note for note in listener.notes)
-    assert not any("target batch" in note for note in probed(work())[1].notes)
 
 
 @pytest.mark.program
@@ -116,7 +108,7 @@ def test_fit_trains_it_and_validates_on_whole_batches(tmp_path: Path) -> None:
     options = {
         "target_batch": 128,
         "steps": 2,
-        "device": "sim:t4",
+        "device": "cpu",
         "memory_budget": "64MiB",
         "precision": "fp32",
         "trials": 0,

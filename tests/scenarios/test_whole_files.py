@@ -16,7 +16,6 @@ import pytest
 
 import autobatch
 from autobatch.api.run import joined_ranks
-from autobatch.distributed.launch import fail_before_joining
 from tests.support.rank_server import RankServer
 from tests.support.training import make_workload, points
 
@@ -67,16 +66,6 @@ def test_a_run_writes_each_of_its_files_under_another_name(tmp_path: Path, own_h
     }
     assert {path.name for path in published & opened} == GROWING | {".lock"}
     assert opened - published, "it has opened other names"
-
-
-def test_the_launcher_never_reads_a_part_of_a_cause(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "TORCHELASTIC_ERROR_FILE": str(path)}
-    with opened_to_write() as opened:
-        fail_before_joining(environ, "the cause", is_common=True)
-    assert json.loads(path.read_text())["message"] == "the cause"
-    assert opened
-    assert path not in opened
 
 
 def fail_on_a_rank(out: str) -> list[str]:
