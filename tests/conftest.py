@@ -13,21 +13,28 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import settings
 
 from tests.support.leftovers import no_leftovers
 from tests.support.rank_server import RankServer, rank_server
-
-# The same examples in every run, however busy the machine is. --hypothesis-profile=drawn has others.
-settings.register_profile("repeated", deadline=None, derandomize=True, database=None)
-settings.register_profile("drawn", deadline=None)
-settings.load_profile("repeated")
-
 
 SEED = 271828
 """Of what a test draws with no seed of its own."""
 GROUPS = {"server": "ranks", "warm_children": "children"}
 """Fixtures that start a server of processes, which takes seconds: all tests with one run in one worker."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the same examples in every run, however busy the machine is; another profile draws others.
+
+    A process that only hands out tests to workers does without the import.
+    """
+    asked = config.getoption("--hypothesis-profile", None)
+    if asked or hasattr(config, "workerinput") or not config.getoption("--numprocesses", None):
+        from hypothesis import settings
+
+        settings.register_profile("drawn", deadline=None)
+        settings.register_profile("repeated", deadline=None, derandomize=True, database=None)
+        settings.load_profile(asked or "repeated")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -12,44 +12,50 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
+import autobatch
 from autobatch import InputError
-from tests.support.libraries import installed
+from tests.support.libraries import installed, lazily
 from tests.support.trainers import gradient_of, weights_of
 
-installed("lightning")
+lit = lazily("tests.support.lightning_modules")
+pytestmark = pytest.mark.xdist_group("lightning")
 
-from autobatch.integrations import lightning  # noqa: E402
-from tests.support.lightning_modules import Classifier, Points, Quiet  # noqa: E402
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    installed("lightning")
 
 
 def fitted(module: Any, data: Any = None, *, epochs: int = 1, trainer: Any = None, **options: Any) -> Any:
     """Fit with the callback, with 0 epochs up to the training, and return the plan and the trainer."""
-    finder = lightning.AutobatchFinder(**{"target_batch": 20, "max_micro_batch": 10, **options})
-    library = Quiet(max_epochs=epochs, callbacks=[finder], **(trainer or {}))
+    finder = autobatch.integrations.lightning.AutobatchFinder(
+        **{"target_batch": 20, "max_micro_batch": 10, **options}
+    )
+    library = lit.Quiet(max_epochs=epochs, callbacks=[finder], **(trainer or {}))
     library.fit(module, data)
     return finder.plan, library
 
 
 def classifier(**members: Any) -> Any:
     """Build the classifier with other methods."""
-    return type("Own", (Classifier,), members)()
+    return type("Own", (lit.Classifier,), members)()
 
 
 def points() -> Any:
-    data = Points()
+    data = lit.Points()
     data.setup("fit")
     return data.data
 
 
 def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
     """Two steps of the library itself, of 20 samples each, against one backward pass per batch."""
-    module, data = Classifier(), Points()
+    module, data = lit.Classifier(), lit.Points()
     plan, trainer = fitted(module, data, memory_budget="14KiB", max_micro_batch=None)
     assert plan.probe.limited_by == "memory"
     assert plan.accumulation_steps > 1
     assert (trainer.accumulate_grad_batches, data.batch_size) == (plan.accumulation_steps, plan.micro_batch)
     assert "Lightning: each micro-batch has the same weight" in plan.notes[0]
-    expected = Classifier()
+    expected = lit.Classifier()
     for first in (0, 20):
         inputs, labels = data.data[first : first + 20]
         gradient = gradient_of(expected, cross_entropy(expected.network(inputs), labels))
@@ -61,13 +67,13 @@ def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
 
 
 def without_batch_size() -> Any:
-    data = Points()
+    data = lit.Points()
     del data.batch_size
     return data
 
 
 def of_fixed_size() -> Any:
-    data = Points()
+    data = lit.Points()
     data.train_dataloader = lambda: DataLoader(data.data, batch_size=3)  # type: ignore[method-assign]
     return data
 
@@ -79,17 +85,17 @@ def two_optimizers(module: Any) -> Any:
 @pytest.mark.parametrize(
     ("module", "data", "message"),
     [
-        ({"automatic_optimization": False}, Points, "automatic_optimization=False"),
+        ({"automatic_optimization": False}, None, "automatic_optimization=False"),
         ({}, without_batch_size, "no attribute batch_size, which the plan sets"),
         ({}, of_fixed_size, "made a loader of 3 samples, after batch_size was set to 10"),
         ({}, lambda: [DataLoader(points())], "batch size of a list cannot be changed"),
-        ({"configure_optimizers": two_optimizers}, Points, "2 optimizers"),
-        ({"configure_optimizers": lambda self: None}, Points, r"must return an optimizer, found nothing"),
+        ({"configure_optimizers": two_optimizers}, None, "2 optimizers"),
+        ({"configure_optimizers": lambda self: None}, None, r"must return an optimizer, found nothing"),
     ],
 )
 def test_what_a_plan_cannot_describe_is_refused(module: dict[str, Any], data: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        fitted(classifier(**module), data(), epochs=0)
+        fitted(classifier(**module), (data or lit.Points)(), epochs=0)
 
 
 def test_data_and_layers_that_hooks_make_are_planned_for_and_fitted() -> None:
@@ -160,7 +166,7 @@ def test_the_hooks_around_the_transfer_run_as_in_fit() -> None:
         seen.add(float(batch[0][0, 0]))
         return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
 
-    class Constant(Points):  # type: ignore[misc]
+    class Constant(lit.Points):  # type: ignore[misc]
         def setup(self, stage: str) -> None:
             self.data = torch.utils.data.TensorDataset(torch.ones(40, 4).double(), torch.zeros(40).long())
 
@@ -206,9 +212,11 @@ def test_a_fit_resumed_with_another_micro_batch_takes_whole_steps(
         (before, None),
         (after, tmp_path / f"epoch={(step - 1) // 2}-step={step}.ckpt"),
     ):
-        finder = lightning.AutobatchFinder(target_batch=20, max_micro_batch=micro_batch)
+        finder = autobatch.integrations.lightning.AutobatchFinder(
+            target_batch=20, max_micro_batch=micro_batch
+        )
         module = counting()
-        trainer = Quiet(max_epochs=2, enable_checkpointing=True, callbacks=[callback, finder])
+        trainer = lit.Quiet(max_epochs=2, enable_checkpointing=True, callbacks=[callback, finder])
         trainer.fit(module, DataLoader(points()), ckpt_path=saved and str(saved), weights_only=False)
         assert trainer.global_step == 4
         steps.append(module.steps)

@@ -11,10 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.libraries import installed
-from tests.support.trainers import Texts, pad
 
 library = installed("lightning")
-WORDS = 23
 
 
 class Classifier(library.LightningModule):  # type: ignore[misc]
@@ -52,31 +50,6 @@ class Points(library.LightningDataModule):  # type: ignore[misc]
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.data, batch_size=self.batch_size)
-
-
-class Words(library.LightningModule):  # type: ignore[misc]
-    """A model of words with a mean over words, and its own loader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.network = nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))
-        self.batch_size = 1
-
-    def training_step(self, batch: Any) -> dict[str, Tensor]:
-        return {"loss": words_loss(self.network, batch)}
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr=0.1)], []
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Texts(), batch_size=self.batch_size, collate_fn=pad)
-
-
-def words_loss(network: nn.Module, batch: Any) -> Tensor:
-    """Return the mean over the words that follow a word."""
-    logits = network(batch["input_ids"])[:, :-1].flatten(0, 1)
-    return cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=-100)
 
 
 Quiet = partial(
