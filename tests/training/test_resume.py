@@ -90,7 +90,7 @@ def test_the_state_of_another_run_is_refused_in_one_line() -> None:
             make_loop(plain, ema=0.99),
             "--ema 0.99 .* used --ema 0.9: give the same",
         ),
-        (open_loop("augmented"), open_loop("ragged"), "another model, optimizer or schedule"),
+        (open_loop("several terms"), open_loop("float32 state"), "another model, optimizer or schedule"),
     ):
         with pytest.raises(InputError, match=message) as caught:
             restore_loop(other, capture_loop(loop), same_hardware=True)
