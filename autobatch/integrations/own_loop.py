@@ -28,7 +28,6 @@ from autobatch.planning import check_world_size, launched_world_size
 from autobatch.step.counts import CountsAhead
 from autobatch.step.gradients import Gradients, exchange_buffer, norm_of
 from autobatch.step.loss import StepTotals, begin_terms, weigh_loss
-from autobatch.step.optimizers import refuse_closure
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, finish, run_backward
@@ -127,9 +126,9 @@ class Batch:
         state, totals = self._state, self._totals
         if not totals.sizes:
             state.gradients.clear()
-        weighted = weigh_loss(state, totals, loss, self._open)
+        value, weight = weigh_loss(state, totals, loss, self._open)
         with state.gradients.summed_apart():
-            run_backward(state, totals, weighted, self._open)
+            run_backward(state, totals, value, weight, self._open)
         self._open = None
 
     def step(self, *, max_grad_norm: float | None = None) -> StepResult:
@@ -334,7 +333,6 @@ def _check(plan: Plan, optimizers: Sequence[object], **numbers: int | None) -> N
                 "autobatch.batches(optimizer=…) takes one or several optimizers of torch.optim, found "
                 f"{kind_of(optimizer)}"
             )
-        refuse_closure(optimizer)
 
 
 def _sampler_of(workload: Workload, plan: Plan, ranks: Ranks, **fields: Any) -> GlobalBatchSampler:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -67,16 +67,6 @@ class StepTotals:
     """Sums of each of several terms, whose losses add up to ``loss``; else empty."""
     is_counted_ahead: bool = False
     """True if the terms must count what was counted before they trained."""
-
-
-class WeightedLoss(NamedTuple):
-    """The part of a micro-batch in a term of the loss of its batch: ``loss`` × ``weight``."""
-
-    loss: Tensor
-    """A 0-d tensor of 32 bits or more."""
-    weight: float
-    term: Term | None = None
-    """The one of several; None for the only one."""
 
 
 def named_terms(loss: object) -> dict[str, Any]:
@@ -150,8 +140,8 @@ def begin_terms(
     totals.terms = {name: Term(items=count) for name, count in items.items()}
 
 
-def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: int) -> list[WeightedLoss]:
-    """Return the part of a micro-batch of ``size`` samples in the loss of its batch: ``total ÷ D``.
+def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: int) -> tuple[Tensor, float]:
+    """Return what a micro-batch of ``size`` samples adds to the loss of its batch: a 0-d tensor × a weight.
 
     Args:
         train_state: knows the counts of the batch, and the items per sample.
@@ -168,19 +158,24 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
         totals.form = form
         begin_terms(train_state, totals, terms)
     if form != totals.form:
+        kinds = {True: "a Loss", False: "a tensor"}
+        before, now = (
+            ", ".join(f"{name or 'loss'}: {kinds[is_loss]}" for name, is_loss in each.items())
+            for each in (totals.form, form)
+        )
         raise InputError(
-            f"the workload's loss returned {_in_words(totals.form)} for one micro-batch and "
-            f"{_in_words(form)} for another: return the same for all"
+            f"the workload's loss returned {before} for one micro-batch, and {now} for another: return the "
+            "same for all"
         )
     if ONE not in terms:
         totals.divisor = float(totals.samples)
-        return [_weigh_term(totals, name, term, size) for name, term in terms.items()]
+        return _weigh_terms(totals, terms, size), 1.0
     term = terms[ONE]
     if not isinstance(term, Loss):
         if not totals.sizes:
             low = term.dtype in LOW_PRECISION
             totals.divisor = divisor_of(None, totals.samples) if low else float(totals.samples)
-        return [WeightedLoss(_kept(term), size / totals.divisor)]
+        return _kept(term), size / totals.divisor
     count = _summable(term.count)
     if train_state.items_per_sample is None:
         # The only wait for the device during accumulation, once per run.
@@ -189,18 +184,19 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
     if totals.count is None:
         totals.count, totals.divisor = 0.0, divisor_of(train_state.items_per_sample, totals.samples)
     totals.count = totals.count + count
-    return [WeightedLoss(_kept(term.total), 1 / totals.divisor)]
+    return _kept(term.total), 1 / totals.divisor
 
 
-def _weigh_term(totals: StepTotals, name: str, loss: Tensor | Loss, size: int) -> WeightedLoss:
-    """Return the part of a micro-batch in one of several terms. One without items has no weight."""
-    term = totals.terms.setdefault(name, Term(items=float(totals.samples)))
-    if isinstance(loss, Loss):
-        value, count, share = loss.total, _summable(loss.count), 1
-    else:
-        value, count, share = loss, size, size
-    term.count = term.count + count
-    return WeightedLoss(_kept(value), share / term.items if term.items else 0.0, term)
+def _weigh_terms(totals: StepTotals, terms: Mapping[str, Tensor | Loss], size: int) -> Tensor:
+    """Return the sum of several terms, each divided by its items. One without items adds nothing."""
+    parts = list[Tensor]()
+    for name, value in terms.items():
+        term = totals.terms.setdefault(name, Term(items=float(totals.samples)))
+        total, count, share = (*value, 1) if isinstance(value, Loss) else (value, size, size)
+        part = at_least_32_bits(total) * (share / term.items if term.items else 0.0)
+        term.count, term.loss = term.count + _summable(count), term.loss + part.detach()
+        parts.append(part)
+    return sum(parts[1:], start=parts[0])
 
 
 def means_of_terms(totals: StepTotals, values: list[float]) -> dict[str, float]:
@@ -259,9 +255,3 @@ def _kept(value: Tensor) -> Tensor:
 
 def _summable(count: Number) -> Number:
     return count.detach().double() if isinstance(count, Tensor) else count
-
-
-def _in_words(form: Mapping[str, bool]) -> str:
-    """Describe the form of a loss, for example ``boxes (a Loss), pull (a tensor)``."""
-    kinds = {name: "a Loss" if is_loss else "a tensor" for name, is_loss in form.items()}
-    return ", ".join(f"{name} ({kind})" if name else kind for name, kind in kinds.items())

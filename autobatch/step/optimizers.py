@@ -38,7 +38,15 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
                     "Workload(optimizer=…) must return a torch.optim.Optimizer or a list of them, found "
                     f"{kind_of(optimizer)}"
                 )
-            refuse_closure(optimizer)
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+            if needs_closure or hasattr(optimizer, "first_step"):  # as LBFGS, or as SAM
+                raise InputError(
+                    f"{type(optimizer).__name__} runs the loss of the whole batch again within its step, and "
+                    "a batch in micro-batches has no such loss: use an optimizer whose step() takes no "
+                    "closure, for example AdamW or Muon, or two autobatch.batches in your own loop "
+                    "(docs/loops.md)"
+                )
     switch(optimizers, train=True)
     return optimizers
 
@@ -69,22 +77,6 @@ def _call(workload: Workload, model: nn.Module, learning_rate: float) -> tuple[A
         given = model.named_parameters()
     made = workload.optimizer(given, learning_rate)
     return tuple(made) if isinstance(made, list | tuple) else (made,)
-
-
-def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer steps once per batch, without a closure.
-
-    Raises:
-        InputError: it needs one, for example LBFGS; or it has two steps, for example SAM.
-    """
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    if needs_closure or (hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")):
-        raise InputError(
-            f"{type(optimizer).__name__} runs the loss of the whole batch again within its step, and a batch "
-            "in micro-batches has no such loss: use an optimizer whose step() takes no closure, for example "
-            "AdamW or Muon, or take two steps with two autobatch.batches in your own loop (docs/loops.md)"
-        )
 
 
 def switch(optimizers: Optimizers, *, train: bool) -> None:

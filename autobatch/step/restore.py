@@ -7,11 +7,10 @@ buffers, gradients and modes are the same objects with the same values.
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +34,11 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
         InputError: a lazy module has parameters without a shape, or the model is one of TorchScript.
     """
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
-    if any(map(is_lazy, tensors)):
-        raise InputError(
-            "the model has lazy modules whose parameters have no shape yet: run one forward pass inside "
-            "Workload(model=…) before returning it"
-        )
     modules = list(model.modules())
-    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+    if any(map(is_lazy, tensors)) or any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         raise InputError(
-            "the model is one of TorchScript, whose tensors are out of reach: return it unscripted"
+            "the model has lazy modules, whose parameters have no shape yet, or is one of TorchScript, whose "
+            "tensors are out of reach: run one forward pass in Workload(model=…), return it unscripted"
         )
     saved = [(t, t.data, t.grad, t.requires_grad) for t in tensors]
     # Attributes hold modes, and what a forward pass stored: a cache, the last features.
@@ -105,30 +100,6 @@ def temporary_state(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Non
             optimizer.state = state
 
 
-class _Kept(NamedTuple):
-    """A tensor at the start of a batch.
-
-    A write raises its version, and a new ``data`` replaces its storage, which is held, so that no other
-    tensor can take its place.
-    """
-
-    tensor: Tensor
-    copy: Tensor | None
-    """None if it is only watched."""
-    version: int
-    storage: torch.UntypedStorage
-
-    @classmethod
-    def of(cls, tensor: Tensor, *, is_copied: bool) -> _Kept:
-        kept = tensor.detach().clone() if is_copied else None
-        return cls(tensor, kept, tensor._version, tensor.untyped_storage())
-
-    @property
-    def is_changed(self) -> bool:
-        is_moved = self.tensor.untyped_storage().data_ptr() != self.storage.data_ptr()
-        return is_moved or self.tensor._version != self.version
-
-
 class BufferSnapshot:
     """A snapshot of what a forward pass may write, from which a failed step restores it.
 
@@ -143,23 +114,26 @@ class BufferSnapshot:
         self._modules = [module for module in model.modules() if module._buffers]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._registries: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
-        self._kept: list[_Kept] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._watched: list[tuple[Tensor, int, torch.UntypedStorage]] = []
 
     def take(self) -> None:
         """Take a snapshot of the buffers and of the frozen parameters."""
+        self.commit()
         self._registries = [(module, dict(module._buffers)) for module in self._modules]
-        largest = math.inf if self._copy_all else SMALL_BUFFER
-        self._kept = [
-            _Kept.of(buffer, is_copied=buffer.numel() <= largest)
-            for _, buffers in self._registries
-            for buffer in buffers.values()
-            if buffer is not None
-        ]
-        self._kept += [_Kept.of(parameter, is_copied=self._copy_all) for parameter in self._frozen]
+        buffers = [b for _, registry in self._registries for b in registry.values() if b is not None]
+        for tensor in (*buffers, *self._frozen):
+            is_small = tensor.numel() <= SMALL_BUFFER and not isinstance(tensor, nn.Parameter)
+            if is_small or self._copy_all:
+                self._copies.append((tensor, tensor.detach().clone()))
+            else:
+                # A write raises the version, and a new ``data`` replaces the storage, which is held, so that
+                # no other tensor can take its place.
+                self._watched.append((tensor, tensor._version, tensor.untyped_storage()))
 
     def commit(self) -> None:
         """Keep what was written, and drop the snapshot."""
-        self._registries, self._kept = [], []
+        self._registries, self._copies, self._watched = [], [], []
 
     def restore(self, *, keep: bool = False) -> bool:
         """Restore the buffers from their copies; ``keep`` the snapshot, so that it can be restored once more.
@@ -169,13 +143,13 @@ class BufferSnapshot:
         """
         for module, buffers in self._registries:
             module._buffers.update(buffers)
-        is_complete = True
-        for kept in self._kept:
-            if kept.copy is None:
-                is_complete = is_complete and not kept.is_changed
-            else:
-                # A write to its data leaves the version as it is: another snapshot may watch that.
-                kept.tensor.data.copy_(kept.copy)
+        for tensor, copied in self._copies:
+            # A write to its data leaves the version as it is: another snapshot may watch that.
+            tensor.data.copy_(copied)
+        is_complete = all(
+            tensor._version == version and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+            for tensor, version, storage in self._watched
+        )
         if not keep:
             self.commit()
         return is_complete

@@ -29,9 +29,7 @@ from autobatch.core.records import Record
 from autobatch.step.counts import invalid_count
 from autobatch.step.gradients import is_readable, norm_of
 from autobatch.step.loss import (
-    Number,
     StepTotals,
-    WeightedLoss,
     at_least_32_bits,
     begin_terms,
     means_of_terms,
@@ -125,14 +123,14 @@ def _run_pass(train_state: TrainState, micro_batches: MicroBatches, totals: Step
             # Entered anew for each: it holds the weights in 16 bits until it is left.
             with context:
                 loss = train_state.loss(train_state.model, batch)
-                weighted = weigh_loss(train_state, totals, loss, size)
+                value, weight = weigh_loss(train_state, totals, loss, size)
             # From here on the micro-batch lives only as far as autograd has saved it.
             del batch, loss
             part = "the backward pass of its loss"
             mark("backward")
-            run_backward(train_state, totals, weighted, size)
+            run_backward(train_state, totals, value, weight, size)
             part = "data"
-            del weighted
+            del value
         if not totals.sizes:
             begin_terms(train_state, totals, None)
     except Exception as error:
@@ -140,47 +138,32 @@ def _run_pass(train_state: TrainState, micro_batches: MicroBatches, totals: Step
         raise
 
 
-def run_backward(
-    train_state: TrainState, totals: StepTotals, weighted: Sequence[WeightedLoss], size: int
-) -> None:
-    """Run the backward pass of the weighted terms of a loss, within `Gradients.summed_apart`.
+def run_backward(train_state: TrainState, totals: StepTotals, loss: Tensor, weight: float, size: int) -> None:
+    """Run the backward pass of a weighted loss, within `Gradients.summed_apart`.
 
-    It begins with the weights, where torch would begin with 1: the same gradient as that of their weighted
-    sum, without the sum and its own backward pass.
+    It begins with the weight, where torch would begin with 1: the same gradient as that of the product,
+    without the product and its own backward pass.
 
     ``torch.autograd.backward`` looks for overrides, functorch and wrong shapes, and hands the context of the
     caller to the threads of other devices. On the CPU a step of a small model takes a tenth longer with it,
     and the engine runs in the thread of the caller.
     """
     # A loss may return a constant if its micro-batch counts nothing.
-    trained = [(loss, weight) for loss, weight, _ in weighted if loss.requires_grad]
-    if trained:
-        scaler = train_state.scaler
-        losses = tuple(loss if scaler is None else scaler.scale(loss) for loss, _ in trained)
-        # New ones each time, because a gradient may keep their memory.
-        begin = tuple(
-            torch.full_like(loss, weight) for loss, (_, weight) in zip(losses, trained, strict=True)
-        )
+    if loss.requires_grad:
+        scaled = loss if train_state.scaler is None else train_state.scaler.scale(loss)
+        # A new one each time, because a gradient may keep its memory.
+        begin = torch.full_like(scaled, weight)
         engine = getattr(Variable, "_execution_engine", None)
-        if engine is not None and all(type(loss) is Tensor and loss.is_cpu for loss in losses):
-            engine.run_backward(losses, begin, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if engine is not None and type(scaled) is Tensor and scaled.is_cpu:
+            engine.run_backward(
+                (scaled,), (begin,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         else:
-            torch.autograd.backward(losses, begin)
-    for loss, weight, term in weighted:
-        totals.loss = _plus(totals.loss, loss, weight)
-        if term is not None:
-            term.loss = _plus(term.loss, loss, weight)
+            torch.autograd.backward(scaled, begin)
+    # On the host if it may be read there at once.
+    own = loss.item() * weight if is_readable(loss) else loss.detach() * weight
+    totals.loss = totals.loss + own
     totals.sizes.append(size)
-
-
-def _plus(total: Number, loss: Tensor, weight: float) -> Number:
-    """Add a weighted loss to a sum, on the host if it may be read there at once."""
-    if is_readable(loss):
-        return total + loss.item() * weight
-    if isinstance(total, Tensor):
-        return total.add(loss.detach(), alpha=weight)
-    # A sum of its own: a constant loss may be one tensor for all micro-batches.
-    return loss.detach() * weight + total if total else loss.detach() * weight
 
 
 def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:

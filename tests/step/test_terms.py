@@ -104,11 +104,11 @@ WRONG: dict[str, dict[str, Any]] = {
         "loss": always(a=1.0),
         "counts": lambda batch: {"a": len(batch[0])},
     },
-    "a (a tensor) for one micro-batch and b (a tensor) for another": {
+    "a: a tensor for one micro-batch, and b: a tensor for another": {
         "loss": changing(lambda zero: {"a": zero}, lambda zero: {"b": zero}),
         "counts": None,
     },
-    "a tensor for one micro-batch and a Loss for another": {
+    "loss: a tensor for one micro-batch, and loss: a Loss for another": {
         "loss": changing(lambda zero: zero, a_loss),
         "counts": None,
     },
