@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
@@ -23,8 +23,8 @@ from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.records import StepRecord, Training
 from autobatch.core.text import error_text
 
-WRITE_INTERVAL_S = 0.2
-"""Least time between two writes of lines or of events: one costs more than all else that a record takes."""
+FLUSH_INTERVAL_S = 0.2
+"""Least time between two writes of lines: one costs more than all else that a record takes."""
 MOST_COMPARED = 8
 """Steps that ran again after a resume, and are compared with their lines from before it."""
 
@@ -51,7 +51,7 @@ class Sink(Protocol):
 class Metrics:
     """Writer of the records of a run, to a file unless its path is None, and to every sink.
 
-    A line waits for the lines of the next `WRITE_INTERVAL_S`, unless the last write is longer ago.
+    A line waits for the lines of the next `FLUSH_INTERVAL_S`, unless the last one was flushed longer ago.
 
     Raises:
         CheckpointError: the file cannot be opened, or written by any method.
@@ -65,37 +65,26 @@ class Metrics:
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._path, self._sinks, self._note = path, list(sinks), note
-        self._encoder = msgspec.json.Encoder()
-        self._lines = bytearray()
-        self._written_at = -math.inf
+        self._flushed_at, self._file = -math.inf, None
         with self._naming_the_file():
-            # Unbuffered, because lines are gathered here.
-            self._file = None if path is None else path.open("ab", buffering=0)
+            self._file = None if path is None else path.open("ab")
 
     def step(self, record: StepRecord) -> None:
         """Add the record of a batch."""
-        self._encoder.encode_into(record, self._lines, -1)
-        self._lines += b"\n"
-        now = time.monotonic()
-        # Before a sink has a step, the file has it: a resume tells sinks by the file what they have.
-        if self._sinks or now - self._written_at >= WRITE_INTERVAL_S:
-            self._written_at = now
-            self.flush()
-        self._each("step", record)
-
-    def flush(self) -> None:
-        """Hand all lines to the system."""
-        # Lines that cannot be written are dropped, because writing them would fail again on closing.
-        rest, self._lines = memoryview(self._lines), bytearray()
         with self._naming_the_file():
-            while rest and self._file is not None:
-                rest = rest[self._file.write(rest) :]
+            if self._file is not None:
+                self._file.write(msgspec.json.encode(record) + b"\n")
+                # Before a sink has a step, the file has it: a resume tells sinks by the file what they have.
+                if self._sinks or time.monotonic() - self._flushed_at >= FLUSH_INTERVAL_S:
+                    self._flushed_at = time.monotonic()
+                    self._file.flush()
+        self._each("step", record)
 
     def sync(self) -> None:
         """Write all lines to the disk, as before each checkpoint."""
-        self.flush()
-        if self._file is not None:
-            with self._naming_the_file():
+        with self._naming_the_file():
+            if self._file is not None:
+                self._file.flush()
                 os.fsync(self._file.fileno())
 
     def end(self, training: Training) -> None:
@@ -103,14 +92,11 @@ class Metrics:
         self._each("end", training)
 
     def close(self) -> None:
-        """Write the last lines, and finish every sink."""
-        try:
-            self.flush()
-        finally:
-            self._each("close")
+        """Finish every sink, and write the last lines."""
+        self._each("close")
+        with self._naming_the_file():
             if self._file is not None:
-                with self._naming_the_file():
-                    self._file.close()
+                self._file.close()
 
     def _each(self, method: str, *values: object) -> None:
         for sink in list(self._sinks):
@@ -129,6 +115,10 @@ class Metrics:
         try:
             yield
         except OSError as error:
+            file, self._file = self._file, None
+            with suppress(OSError):  # it would write the same lines again
+                if file is not None:
+                    file.close()
             raise CheckpointError(f"{self._path} cannot be written: {error.strerror or error}") from error
 
 

@@ -6,10 +6,8 @@ as accounts and servers, are those of the library's own environment variables.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,7 +20,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.records import StepRecord, Training
 from autobatch.core.text import error_text
-from autobatch.training.metrics import WRITE_INTERVAL_S, Sink
+from autobatch.training.metrics import Sink
 
 TRACKERS = "trackers.json"
 """File in the folder of a run, with the identifier that each tracker gave it, for a resume."""
@@ -114,50 +112,36 @@ _OPEN = {TENSORBOARD: _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
 
 
 class Tracker:
-    """Sink that logs the figures of a run, and no step twice.
-
-    It logs at most one step per `WRITE_INTERVAL_S`; the last one, recoveries, validations and skipped steps
-    always.
-    """
+    """Sink that logs the figures of a run, and no step up to the last one that was ``logged`` before."""
 
     def __init__(self, name: str, opened: Opened, logged: int) -> None:
         self.name = name
         self._opened, self._logged = opened, logged
-        self._written_at = -math.inf
-        self._waiting: StepRecord | None = None
         self._is_done = False
 
     def step(self, record: StepRecord) -> None:
-        """Log a step, or keep it until the next one."""
-        self._waiting, now = record, time.monotonic()
-        is_notable = record.recovered is not None or record.validation or not record.applied
-        if is_notable or now - self._written_at >= WRITE_INTERVAL_S:
-            self._written_at = now
-            self._log_waiting()
-
-    def end(self, training: Training) -> None:
-        """Log the final validation."""
-        self._log_waiting()
-        values = {f"validation/{name}": v for name, v in training.validation.items() if v is not None}
-        if values:
-            self._opened.log(values, self._logged)
-        self._is_done = True
-
-    def close(self) -> None:
-        """Log what is left, and end the run in the library."""
-        self._log_waiting()
-        self._opened.close(self._is_done)
-
-    def _log_waiting(self) -> None:
-        record, self._waiting = self._waiting, None
-        if record is None or record.step <= self._logged:
+        """Log a step."""
+        if record.step <= self._logged:
             return
         self._logged = record.step
         values = {curve: getattr(record, name) for curve, name in CURVES.items()}
         values |= {f"training/loss/{name}": value for name, value in record.terms.items()}
-        values |= {f"validation/{name}": value for name, value in record.validation.items()}
+        self._log(values, record.validation)
+
+    def end(self, training: Training) -> None:
+        """Log the final validation."""
+        self._log({}, training.validation)
+        self._is_done = True
+
+    def close(self) -> None:
+        """End the run in the library."""
+        self._opened.close(self._is_done)
+
+    def _log(self, values: dict[str, float | None], validation: dict[str, float | None]) -> None:
+        values = values | {f"validation/{name}": value for name, value in validation.items()}
         known = {curve: float(value) for curve, value in values.items() if value is not None}
-        self._opened.log(known, record.step)
+        if known:
+            self._opened.log(known, self._logged)
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ def written(path: Path) -> list[StepRecord]:
 def test_lines_are_appended_and_those_of_quick_steps_are_written_together(
     tmp_path: Path, interval_s: float, seen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autobatch.training.metrics.WRITE_INTERVAL_S", interval_s)
+    monkeypatch.setattr("autobatch.training.metrics.FLUSH_INTERVAL_S", interval_s)
     path, steps = tmp_path / "metrics.jsonl", [a_step(number) for number in range(1, 5)]
     metrics, counts = Metrics(path), []
     for step in steps[:3]:
@@ -44,7 +44,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     metrics = Metrics(Path("/dev/full"))
     with pytest.raises(CheckpointError, match="No space left on device"):
         metrics.step(a_step(1))
-    metrics.close()
+    metrics.close()  # does not hide the error
 
 
 def test_lines_after_the_resume_and_broken_lines_are_dropped(tmp_path: Path) -> None:

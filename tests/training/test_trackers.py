@@ -18,8 +18,6 @@ from tests.support.runs import rows
 from tests.support.training import make_workload, points
 
 NAMES = ("tensorboard", "wandb", "mlflow")
-INTERVAL = "autobatch.training.trackers.WRITE_INTERVAL_S"
-"""Least time between two steps that are logged."""
 OPTIONS: dict[str, Any] = {
     "target_batch": 8, "trials": 0, "device": "cpu", "memory_budget": "1GiB", "progress": False,
 }  # fmt: skip
@@ -80,11 +78,10 @@ class Libraries:
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Libraries:
-    """Install the stand-ins, and log every step however quick it is."""
+    """Install the stand-ins."""
     found = Libraries()
     for name, module in found.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(INTERVAL, 0.0)
     return found
 
 
@@ -120,15 +117,6 @@ def test_a_resumed_run_continues_its_logs_without_doubled_steps(
         assert found == pytest.approx(expected)
     fit(workload, **options)
     assert len(libraries.rows) == 5, "a new run of each tracker, of which TensorBoard has a folder"
-
-
-def test_quick_steps_are_thinned_out_except_notable_ones_and_the_last(
-    libraries: Libraries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(INTERVAL, 3600.0)
-    workload = make_workload(train_data=points(24), validation_data=points(8))
-    fit(workload, **OPTIONS, steps=9, validate_every=4, out=tmp_path, log=["wandb"])
-    assert libraries.steps() == [[1, 4, 8, 9]]
 
 
 def test_a_missing_library_is_one_line_before_anything_runs(
