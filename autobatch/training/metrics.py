@@ -12,9 +12,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -122,58 +121,41 @@ class Metrics:
             raise CheckpointError(f"{self._path} cannot be written: {error.strerror or error}") from error
 
 
-@dataclass
-class RunTotals:
-    """Totals over the steps of a run, of constant size."""
+def rewind_metrics(path: Path, *, batches_seen: int) -> tuple[int, list[StepRecord]]:
+    """Drop the lines of batches that a resumed run trains again.
 
-    first_loss: float | None = None
-    final_loss: float | None = None
-    final_terms: dict[str, float | None] = field(default_factory=dict)
-    skipped_steps: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-
-    def add(self, step: StepRecord) -> None:
-        """Add a step."""
-        if step.loss is not None:
-            self.first_loss = step.loss if self.first_loss is None else self.first_loss
-            self.final_loss, self.final_terms = step.loss, step.terms
-        self.skipped_steps += not step.applied
-        self.samples = step.samples
-        self.seconds += step.seconds
-        if step.peak_allocated_bytes is not None:
-            self.peak_allocated_bytes = max(step.peak_allocated_bytes, self.peak_allocated_bytes or 0)
-        if step.peak_reserved_bytes is not None:
-            self.peak_reserved_bytes = max(step.peak_reserved_bytes, self.peak_reserved_bytes or 0)
-
-
-class Earlier(NamedTuple):
-    """The lines of a run before a resume."""
-
-    totals: RunTotals
-    """Over the steps of the checkpoint."""
-    logged: int = 0
-    """Last step of all lines."""
-    dropped: Sequence[StepRecord] = ()
-    """The first records after the checkpoint, whose steps run again."""
-
-
-def rewind_metrics(path: Path, *, batches_seen: int) -> Earlier:
-    """Drop the lines of batches that a resumed run trains again."""
-    totals, logged, dropped, kept = RunTotals(), 0, list[StepRecord](), bytearray()
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            record = msgspec.json.decode(line, type=StepRecord)
-        except UNREADABLE:  # the last line of a run that was killed while it wrote
-            continue
+    Returns:
+        The last step that had a line, and the first records that were dropped.
+    """
+    logged, dropped, kept = 0, list[StepRecord](), bytearray()
+    for line, record in _records(path):
         logged = max(logged, record.step)
         if record.step <= batches_seen:
-            totals.add(record)
             kept += line + b"\n"
         elif len(dropped) < MOST_COMPARED:
             dropped.append(record)
     if path.is_file():
         write_atomic(path, bytes(kept))
-    return Earlier(totals, logged, dropped)
+    return logged, dropped
+
+
+def totals_of(path: Path) -> dict[str, Any]:
+    """Return what the lines of a run add up to, by the fields of `Training`."""
+    totals: dict[str, Any] = {"first_loss": None, "final_loss": None, "skipped_steps": 0, "seconds": 0.0}
+    for _, record in _records(path):
+        totals["skipped_steps"] += not record.applied
+        totals["seconds"] += record.seconds
+        if record.loss is not None:
+            first = record.loss if totals["first_loss"] is None else totals["first_loss"]
+            totals |= {"first_loss": first, "final_loss": record.loss, "final_terms": record.terms}
+        for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
+            if (peak := getattr(record, name)) is not None:
+                totals[name] = max(peak, totals.get(name, 0))
+    return totals
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, StepRecord]]:
+    """Yield the lines of a file of metrics and their records; leave out what a killed run wrote in part."""
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(*UNREADABLE):
+            yield line, msgspec.json.decode(line, type=StepRecord)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,11 @@ from autobatch.training.checkpoint import (
 )
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
-from autobatch.training.metrics import Earlier, Metrics, RunTotals, Until, rewind_metrics
+from autobatch.training.metrics import Metrics, Until, rewind_metrics, totals_of
 from autobatch.training.resume import capture_loop, restore_loop, run_facts
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
 from autobatch.training.split_check import SHARED, check_loss_splits
-from autobatch.training.trackers import LoggedRun, open_trackers
+from autobatch.training.trackers import open_trackers
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
@@ -218,21 +218,21 @@ class _Run:
         self._frozen = [p for p in loop.train_state.parameters if not p.requires_grad]
         """Parameters whose gradients no probe has seen."""
         self._saved_at = loop.clock()
-        self.metrics, earlier = Metrics(None), Earlier(RunTotals())
+        self._dropped: list[StepRecord] = []
+        """Records from before the resume of the next steps."""
+        self.metrics = Metrics(None)
         if not loop.engine.ranks.rank:
-            earlier = rewind_metrics(files.out / METRICS, batches_seen=loop.batches_seen)
-            logged = LoggedRun(
-                folder=files.out,
+            logged, dropped = rewind_metrics(files.out / METRICS, batches_seen=loop.batches_seen)
+            self._dropped = dropped if is_exact else []
+            trackers = open_trackers(
+                self._options.log,
+                files.out,
                 project=loop.workload.name,
                 settings=files.settings,
-                batches_seen=loop.batches_seen,
-                logged=earlier.logged,
+                begun_at=loop.batches_seen,
+                logged=logged,
             )
-            sinks = [*open_trackers(self._options.log, logged), *files.sinks]
-            self.metrics = Metrics(files.out / METRICS, sinks, note=progress.note)
-        self._totals = earlier.totals
-        self._dropped = [*earlier.dropped] if is_exact else []
-        """Lines from before the resume of the next steps."""
+            self.metrics = Metrics(files.out / METRICS, [*trackers, *files.sinks], note=progress.note)
         self._validator = Validator(loop, note=self._add_note)
 
     def train_batches(self, until: Until | None) -> None:
@@ -242,7 +242,6 @@ class _Run:
         In this order the metrics have a line for every batch that a checkpoint holds.
         """
         loop, every, total = self._loop, self._options.validate_every, self._loop.sampler.total
-        micro_batch = loop.micro_batch
         for step in loop.run():
             record = step
             try:
@@ -251,13 +250,12 @@ class _Run:
                     record = msgspec.structs.replace(step, validation=self.validate())
             finally:
                 self.metrics.step(record)
-            self._totals.add(record)
             self._progress.stepped(record, total)
             if record.recovered is not None:
-                # A smaller micro-batch holds for the rest of the run.
-                tell = self._progress.note if loop.micro_batch == micro_batch else self._add_note
-                size, micro_batch = record.micro_batch, loop.micro_batch
-                tell(f"step {record.step}: out of memory, repeated at micro-batch {size}: {record.recovered}")
+                size = record.micro_batch
+                self._add_note(
+                    f"step {record.step}: out of memory, repeated at micro-batch {size}: {record.recovered}"
+                )
             if any(parameter.requires_grad for parameter in self._frozen):
                 self._frozen = []
                 self._add_note(
@@ -352,17 +350,13 @@ class _Run:
                 error.add_note(
                     f"no checkpoint of step {loop.batches_seen} could be written: {first_line(failure)}"
                 )
-        hint, has_checkpoint = self._files.resume_hint, bool(list_checkpoints(out / CHECKPOINTS))
         if isinstance(error, RestartSmallerError):
             write_atomic(out / OOM_FILE, msgspec.json.encode({"micro_batch": loop.micro_batch}))
+        if list_checkpoints(out / CHECKPOINTS):
+            error.add_note(f"resume from the newest checkpoint with: {self._files.resume_hint}")
+        elif isinstance(error, RestartSmallerError):
             smaller = loop.split.of_longest(loop.micro_batch)
-            error.add_note(
-                f"resume in smaller micro-batches with: {hint}"
-                if has_checkpoint
-                else f"there is no checkpoint yet: start again with --max-micro-batch {smaller}"
-            )
-        elif has_checkpoint:
-            error.add_note(f"resume from the newest checkpoint with: {hint}")
+            error.add_note(f"there is no checkpoint yet: start again with --max-micro-batch {smaller}")
 
     def _stop_if_requested(self) -> None:
         """Write a checkpoint and raise if a signal asked to stop."""
@@ -418,10 +412,17 @@ class _Run:
 
     def summary(self, validation: dict[str, float | None]) -> Training:
         """Return the summary of a finished run."""
-        loop, totals, average = self._loop, self._totals, self._loop.train_state.average
+        loop, average = self._loop, self._loop.train_state.average
+
+        def totals() -> dict[str, Any]:
+            self.metrics.sync()
+            return totals_of(self._files.out / METRICS)
+
+        found, samples = loop.engine.ranks.once(totals), loop.sampler.seen(loop.batches_seen)
         return Training(
-            **asdict(totals) | {"samples": loop.sampler.seen(loop.batches_seen)},
-            samples_per_s=totals.samples / totals.seconds if totals.seconds else None,
+            **found,
+            samples=samples,
+            samples_per_s=samples / found["seconds"] if found["seconds"] else None,
             optimizer_steps=loop.steps_applied,
             oom_recoveries=loop.oom_recoveries,
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),

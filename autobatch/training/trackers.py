@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,21 +39,6 @@ CURVES = {
 """Curves, and the fields of a `StepRecord` that they show."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoggedRun:
-    """A run, as its trackers know it."""
-
-    folder: Path
-    project: str
-    """The name of the workload."""
-    settings: dict[str, Any]
-    """The options and the plan."""
-    batches_seen: int
-    """Batches trained before a resume."""
-    logged: int
-    """Last step that was logged before a resume, which may run again."""
-
-
 class Opened(NamedTuple):
     """A run in the library of a tracker."""
 
@@ -66,10 +50,8 @@ class Opened(NamedTuple):
     """Ends the run; receives whether it reached its end."""
 
 
-def _tensorboard(run: LoggedRun, _: str | None) -> Opened:
-    # The events of steps that run again are hidden.
-    make = import_module("torch.utils.tensorboard").SummaryWriter
-    writer = make(str(run.folder / TENSORBOARD), purge_step=run.batches_seen + 1)
+def _tensorboard(folder: Path, project: str, settings: dict[str, Any], known: str | None) -> Opened:
+    writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder / TENSORBOARD))
 
     def log(values: dict[str, float], step: int) -> None:
         for tag, value in values.items():
@@ -78,31 +60,31 @@ def _tensorboard(run: LoggedRun, _: str | None) -> Opened:
     return Opened(TENSORBOARD, log, lambda _: writer.close())
 
 
-def _wandb(run: LoggedRun, known: str | None) -> Opened:
+def _wandb(folder: Path, project: str, settings: dict[str, Any], known: str | None) -> Opened:
     identifier = known or secrets.token_hex(4)
-    opened = import_module("wandb").init(
-        project=os.environ.get("WANDB_PROJECT", run.project),
-        name=run.folder.name,
+    run = import_module("wandb").init(
+        project=os.environ.get("WANDB_PROJECT", project),
+        name=folder.name,
         id=identifier,
         resume="allow",
-        config=run.settings,
-        dir=str(run.folder),
+        config=settings,
+        dir=str(folder),
     )
     return Opened(
         identifier,
-        lambda values, step: opened.log(values, step=step),
-        lambda is_done: opened.finish(exit_code=0 if is_done else 1),
+        lambda values, step: run.log(values, step=step),
+        lambda is_done: run.finish(exit_code=0 if is_done else 1),
     )
 
 
-def _mlflow(run: LoggedRun, known: str | None) -> Opened:
+def _mlflow(folder: Path, project: str, settings: dict[str, Any], known: str | None) -> Opened:
     mlflow = import_module("mlflow")
-    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", run.project))
-    opened = mlflow.start_run(run_id=known, run_name=run.folder.name)
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", project))
+    run = mlflow.start_run(run_id=known, run_name=folder.name)
     if known is None:
-        mlflow.log_params(run.settings)
+        mlflow.log_params(settings)
     return Opened(
-        opened.info.run_id,
+        run.info.run_id,
         lambda values, step: mlflow.log_metrics(values, step=step, synchronous=False),
         lambda is_done: mlflow.end_run("FINISHED" if is_done else "FAILED"),
     )
@@ -160,13 +142,29 @@ def check_trackers(names: Sequence[str]) -> None:
             ) from error
 
 
-def open_trackers(names: Sequence[str], run: LoggedRun) -> list[Sink]:
+def open_trackers(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    project: str,
+    settings: dict[str, Any],
+    begun_at: int,
+    logged: int,
+) -> list[Sink]:
     """Open the trackers of a run, or continue those that it has had before.
+
+    Args:
+        names: of the trackers.
+        folder: of the run.
+        project: the name of the workload.
+        settings: the options and the plan.
+        begun_at: batches trained before a resume.
+        logged: last step that was logged before a resume, which may run again.
 
     Raises:
         InputError: a library refuses the run, for example because nobody is logged in.
     """
-    path = run.folder / TRACKERS
+    path = folder / TRACKERS
     try:
         known = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except (OSError, *UNREADABLE):
@@ -174,7 +172,7 @@ def open_trackers(names: Sequence[str], run: LoggedRun) -> list[Sink]:
     sinks: list[Sink] = []
     for name in dict.fromkeys(names):
         try:
-            opened = _OPEN[name](run, known.get(name))
+            opened = _OPEN[name](folder, project, settings, known.get(name))
         except Exception as error:
             for sink in sinks:
                 sink.close()
@@ -182,8 +180,7 @@ def open_trackers(names: Sequence[str], run: LoggedRun) -> list[Sink]:
             raise InputError(
                 f"--log {name} cannot open the run ({reason}): mend it, or leave it out"
             ) from error
-        has_steps = name in known and name != TENSORBOARD
-        sinks.append(Tracker(name, opened, run.logged if has_steps else run.batches_seen))
+        sinks.append(Tracker(name, opened, logged if name in known else begun_at))
         known[name] = opened.identifier
     if names:
         write_atomic(path, msgspec.json.encode(known))

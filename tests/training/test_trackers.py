@@ -46,10 +46,8 @@ class Libraries:
         def log_metrics(metrics: Any, step: int, synchronous: bool) -> None:
             self.log(current[0], metrics, step)
 
-        def summary_writer(folder: str, purge_step: int) -> Any:
+        def summary_writer(folder: str) -> Any:
             assert Path(folder).name == "tensorboard"
-            kept = self.rows.get("tensorboard", [])  # as TensorBoard reads the events of a folder
-            self.rows["tensorboard"] = [row for row in kept if row[0] < purge_step]
             return SimpleNamespace(
                 add_scalar=lambda tag, value, step: self.log("tensorboard", {tag: value}, step),
                 close=lambda: self.ends.append("closed"),
