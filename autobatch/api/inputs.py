@@ -12,20 +12,19 @@ import msgspec
 
 from autobatch.api.run import Run, check_data_of_ranks, claim, make_room
 from autobatch.api.stages import OPENING, open_workload, plan, tune_and_split
-from autobatch.core.records import Plan
+from autobatch.core.records import Plan, RunRecord
 from autobatch.distributed.rank_plan import shards_of
 from autobatch.distributed.shared_stream import open_sampler, split_note
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import KeyValue, Role, Setup, data_of_setup, open_setup
 from autobatch.report.result import Result
 from autobatch.search.plan_split import read_sizes
-from autobatch.training.export import examine_weights
+from autobatch.training.export import check_exportable
 from autobatch.training.resume import (
     BEFORE_TRAINING,
     changes_since_checkpoint,
     check_same_run,
     load_run_state,
-    stored_records,
 )
 from autobatch.training.run import RunInputs
 from autobatch.training.run_folder import folder_of
@@ -53,7 +52,7 @@ def begin(run: Run) -> RunInputs:
         claim(run, lambda: folder_of(options.out, info.name, resume=False))
         if info.shards is None:
             # Weights that cannot be exported must fail before minutes are spent on a probe.
-            process.call("the check of the weights", examine_weights)
+            process.call("the check of the weights", check_exportable)
         plan(run)
         make_room(run)
         tune_and_split(run, GlobalBatchSampler(samples=samples, **_lengths(run)).total)
@@ -97,11 +96,10 @@ def resume(run: Run) -> RunInputs:
     check_data_of_ranks(data_of_setup(setup), ranks, checkpoint)
     own_changes = changes_since_checkpoint(checkpoint, setup, ranks, options)
     changes = sorted({change for of_rank in ranks.gather(own_changes) for change in of_rank})
-    records = stored_records(checkpoint.facts)
-    earlier: dict[str, Any] = {}
-    if records is not None:
-        earlier = {name: getattr(records, name) for name in BEFORE_TRAINING}
-        earlier["profile"] = None if records.profile is None else Path(records.profile)
+    content = checkpoint.facts["records"]
+    records, profile = msgspec.convert(content, RunRecord), content.get("profile")
+    earlier: dict[str, Any] = {name: getattr(records, name) for name in BEFORE_TRAINING}
+    earlier["profile"] = None if profile is None else Path(profile)
     if changes:
         progress.note(
             f"resuming from {checkpoint.path} with another {' and another '.join(changes)}: the batch, the "

@@ -39,13 +39,13 @@ def export_weights(train_state: TrainState, folder: Path, engine: Engine | None 
             _export(train_state.model, folder / AVERAGED_WEIGHTS, engine)
 
 
-def check_exportable(model: nn.Module) -> None:
-    """Check before the first step that the weights can be written to a safetensors file after the last.
+def check_exportable(owner: Setup | TrainState) -> None:
+    """Check before the first step that the model's weights can be written to a safetensors file at the end.
 
     Raises:
         InputError: a tensor cannot be written; the message names it.
     """
-    for name, value in model.state_dict().items():
+    for name, value in owner.model.state_dict().items():
         if not isinstance(value, Tensor):
             reason = kind_of(value)
         elif value.layout is not torch.strided or not _can_be_written(value.dtype):
@@ -56,11 +56,6 @@ def check_exportable(model: nn.Module) -> None:
             f"the weights cannot be saved at the end of a run: {name} is {reason}, which safetensors cannot "
             "hold. Keep it in another type, or out of the state dict (persistent=False)"
         )
-
-
-def examine_weights(setup: Setup) -> None:
-    """Check the weights of an open setup; see `check_exportable`."""
-    check_exportable(setup.model)
 
 
 @cache

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Plan, RunRecord
+from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.device.oom import is_oom, memory_named
 from autobatch.distributed.rank_plan import shards_of
@@ -56,12 +56,6 @@ _BIT_EXACT_KEYS = {
     "gradient_dtype": "--gradient-dtype",
 }
 """Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
-
-
-class _StoredRecords(RunRecord, frozen=True, kw_only=True):
-    profile: str | None = None
-
-
 STEPS, SAMPLES = "number of optimizer steps", "number of samples in all of them"
 """Facts of a run that only some resumes depend on."""
 COUNTERS = ("batches_seen", "steps_applied", "oom_recoveries", "skipped_steps_in_a_row")
@@ -229,17 +223,6 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
     if loaded is None:
         raise InputError(f"--resume found no checkpoint in {folder}: start without --resume")
     return loaded
-
-
-def stored_records(facts: Mapping[str, Any]) -> _StoredRecords | None:
-    """Return the records of the parts before the training; None if a checkpoint has none.
-
-    Raises:
-        ValueError: they are no such records.
-    """
-    records, names = facts.get("records", {}), (*BEFORE_TRAINING, "profile")
-    stored = {name: records[name] for name in names if records.get(name) is not None}
-    return msgspec.convert(stored, _StoredRecords) if "device" in stored else None
 
 
 def run_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def train(
         ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
     ranks.once(lambda: begin_after(files.out / CHECKPOINTS, begun_at))
     check_savable(capture_loop(loop))
-    check_exportable(loop.train_state.model)
+    check_exportable(loop.train_state)
     if resumed is not None and begun_at == loop.sampler.total:
         progress.note(f"nothing is left to train: all {begun_at:,} steps of the run are done")
     run = _Run(loop, files, progress, None if resumed is None else resumed.path, is_exact=is_exact)
