@@ -29,7 +29,7 @@ from autobatch.training.resume import (
 from autobatch.training.run import RunInputs
 from autobatch.training.run_folder import folder_of
 from autobatch.workload.contract import Workload, schedule_arguments
-from autobatch.workload.data_digest import check_same_data
+from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.reference import find_workload
 from autobatch.workload.streams import COUNTED, ENDLESS, count_samples
@@ -68,7 +68,7 @@ def begin(run: Run) -> RunInputs:
         check_same_data([info.data, data_of_setup(setup)], ["the probe", "the process that trains"])
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
-    return _inputs(run, setup, _sampler_of(run, setup, samples), key=info.key)
+    return _inputs(run, setup, _sampler_of(run, setup, samples), key=info.key, data=info.data)
 
 
 def resume(run: Run) -> RunInputs:
@@ -93,7 +93,8 @@ def resume(run: Run) -> RunInputs:
     schedule = setup.workload.schedule
     scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
     check_same_run(checkpoint, sampler, is_scheduled=scheduled)
-    check_data_of_ranks(data_of_setup(setup), ranks, checkpoint)
+    data = data_of_setup(setup)
+    check_data_of_ranks(data, ranks, checkpoint)
     own_changes = changes_since_checkpoint(checkpoint, setup, ranks, options)
     changes = sorted({change for of_rank in ranks.gather(own_changes) for change in of_rank})
     content = checkpoint.facts["records"]
@@ -116,7 +117,7 @@ def resume(run: Run) -> RunInputs:
         run.result = Result(device=device, plan=stored, title=setup.workload.name)
         run.record(**earlier)
         key = checkpoint.facts.get("key", {})
-    return _inputs(run, setup, sampler, key=key, resumed=checkpoint, is_exact=not changes)
+    return _inputs(run, setup, sampler, key=key, data=data, resumed=checkpoint, is_exact=not changes)
 
 
 def _plan_again(
@@ -136,14 +137,20 @@ def _plan_again(
 
 
 def _inputs(
-    run: Run, setup: Setup, sampler: GlobalBatchSampler, *, key: Mapping[str, KeyValue], **resumed: Any
+    run: Run,
+    setup: Setup,
+    sampler: GlobalBatchSampler,
+    *,
+    key: Mapping[str, KeyValue],
+    data: DataDigest | None,
+    **resumed: Any,
 ) -> RunInputs:
     """Return the inputs of a training with the budget of its probe, as stored in its key."""
     budget_bytes = key.get("budget_bytes")
     if budget_bytes is not None:
         setup = replace(setup, device=setup.device.budgeted(int(budget_bytes)))
     records = run.result.to_json(*BEFORE_TRAINING, "profile")
-    facts = {"records": records, "data": msgspec.to_builtins(data_of_setup(setup))}
+    facts = {"records": records, "data": msgspec.to_builtins(data)}
     return RunInputs(
         setup=setup, plan=run.plan, sampler=sampler, key=key, facts=facts, until=run.until, **resumed
     )
