@@ -131,7 +131,7 @@ def tune(
         options: the keywords below, which are the options of ``autobatch tune``.
 
     Raises:
-        InputError: an option, the device, the storage or the workload is invalid.
+        InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     result = _run("tune", {"target_batch": target_batch, **options}, workload, progress)
@@ -164,7 +164,7 @@ def fit(
         The records of every part, and the trained ``model``.
 
     Raises:
-        InputError: an option, the device, the storage or the workload is invalid.
+        InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
         NonFiniteError: the loss or the gradient is not finite, and ``on_nonfinite`` is ``raise``.
         CheckpointError: a checkpoint or another file could not be written.

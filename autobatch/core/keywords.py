@@ -47,7 +47,6 @@ class Keywords(TypedDict, total=False):
     out: StrPath | None
     trials: int | None
     timeout: float | None
-    storage: StrPath | None
     knobs: str | None
     tune_lr: bool
     sequence: int | None

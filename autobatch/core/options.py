@@ -297,15 +297,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     timeout: Annotated[
         Positive | None, Option("tuning", "Start no trial after this time.", "SECONDS", rare=True)
     ] = None
-    storage: Annotated[
-        Text | None,
-        Option(
-            "tuning",
-            "Database URL or journal file of the study. Without it: in the data folder.",
-            "URL",
-            rare=True,
-        ),
-    ] = None
     knobs: Annotated[
         Text | None,
         Option(

@@ -73,21 +73,20 @@ class Search:
     """Samples after whose training time no further trial starts."""
     progress: Progress
 
-    def find(self) -> tuple[Tuning, Tuning]:
-        """Run the trials, and return their result with the default, and with the fastest configuration.
+    def find(self) -> Tuning:
+        """Run the trials, and choose the fastest configuration; the default if none is faster.
 
         Raises:
-            AutobatchError: the storage failed.
+            AutobatchError: the file of the study failed.
             Exception: whatever the workload raises with every knob at its default, except out of memory.
         """
-        start, best = time.monotonic(), defaults(self.axes)
-        kept = Tuning(best=best, study=self.study.study_name)
+        start, default = time.monotonic(), defaults(self.axes)
+        tuning = Tuning(best=default, study=self.study.study_name)
         self.progress.doing("measuring the default")
         try:
             speed = self.trials.measure({}).samples_per_s
         except Infeasible as reason:
-            kept = replace(kept, notes=[f"kept the plan: the default could not be measured: {reason}"])
-            return kept, kept
+            return replace(tuning, notes=[f"kept the plan: the default could not be measured: {reason}"])
         deadline = min(self.deadline, start + self.worth_samples / speed)
         run_trials(
             self.study,
@@ -97,30 +96,34 @@ class Search:
             trials=self.budget,
             deadline=deadline,
         )
-        history = tried(self.study, Trial)
-        kept = replace(kept, baseline_samples_per_s=speed, best_samples_per_s=speed)
-        chosen = kept = replace(kept, trials=len(history), history=history)
-        if (best := self._best().parameters) != kept.best:
+        history, best = tried(self.study, Trial), self._best().parameters
+        tuning = replace(
+            tuning,
+            trials=len(history),
+            history=history,
+            baseline_samples_per_s=speed,
+            best_samples_per_s=speed,
+        )
+        if best != default:
             self.progress.doing("comparing the best with the default")
             try:
-                beside = self._beside(kept.best, best)
+                beside = self._beside(default, best)
             except Infeasible as reason:
                 note = f"kept the default: the fastest configuration fails: {reason}"
-                chosen = kept = replace(kept, notes=[note])
+                tuning = replace(tuning, notes=[note])
             else:
-                chosen = replace(
-                    kept,
-                    best=best,
-                    changes=changes(best, kept.best),
-                    baseline_samples_per_s=beside.base.samples_per_s,
-                    best_samples_per_s=beside.base.samples_per_s * beside.ratio,
-                    low=beside.low,
-                    high=beside.high,
-                )
-                chosen = chosen if beside.is_faster else kept
-        offers = [self._offer(chosen.best, axis) for axis in self.offers if time.monotonic() < deadline]
-        more = {"offers": [*filter(None, offers)], "seconds": time.monotonic() - start}
-        return replace(kept, **more), replace(chosen, **more)
+                if beside.is_faster:
+                    tuning = replace(
+                        tuning,
+                        best=best,
+                        changes=changes(best, default),
+                        baseline_samples_per_s=beside.base.samples_per_s,
+                        best_samples_per_s=beside.base.samples_per_s * beside.ratio,
+                        low=beside.low,
+                        high=beside.high,
+                    )
+        offers = [self._offer(tuning.best, axis) for axis in self.offers if time.monotonic() < deadline]
+        return replace(tuning, offers=[*filter(None, offers)], seconds=time.monotonic() - start)
 
     def _best(self) -> Trial:
         """Return the fastest trial so far, which is the default if no other one has shown to be faster."""
@@ -196,7 +199,7 @@ class Tuner:
         """Find the fastest configuration of a plan, and put it into the plan; the effective batch stays.
 
         Raises:
-            AutobatchError: the storage failed, or the workload does not run with every knob at its default.
+            AutobatchError: the study failed, or the workload does not run with every knob at its default.
         """
         options, info = self.options, self.process.info
         caps = (options.target_batch, options.max_micro_batch, info.samples)
@@ -208,11 +211,18 @@ class Tuner:
             samples=sum(plan.micro_batches),
             workers=info.workers if options.workers is None else options.workers,
         )
-        kept, tuning = self.ranks.once(lambda: self._search(trials).find())
+        tuning = self.ranks.once(lambda: self._search(trials).find())
         confirmed = self.ranks.gather(trials.confirm(tuning.changes)) if tuning.changes else []
         for failure in (answer for answer in confirmed if isinstance(answer, str)):
-            note = f"kept the plan: the fastest configuration fails: {failure}"
-            tuning = replace(kept, notes=[*kept.notes, note])
+            tuning = replace(
+                tuning,
+                best={},
+                changes={},
+                best_samples_per_s=tuning.baseline_samples_per_s,
+                low=None,
+                high=None,
+                notes=[*tuning.notes, f"kept the plan: the fastest configuration fails: {failure}"],
+            )
         for line in tuning.notes:
             self.progress.note(line)
         self.progress.tuned(tuning)

@@ -42,7 +42,7 @@ def tune_learning_rate(tuner: Tuner, plan: Plan) -> tuple[Plan, LrTuning]:
     A run trains whole batches in one process, so that rank 0 is enough.
 
     Raises:
-        AutobatchError: the storage failed.
+        AutobatchError: the file of the study failed.
         Exception: whatever the workload raises at its own learning rate, except out of memory.
     """
     tuning = tuner.ranks.once(lambda: _find_rate(tuner, plan))

@@ -1,4 +1,4 @@
-"""A study of Optuna, with its default sampler: trials are kept in a storage, and a later search goes on.
+"""A study of Optuna, with its default sampler: trials are kept in a file, and a later search goes on.
 
 Several processes may share a study. A trial whose process was killed stays *running*, and does not count.
 """
@@ -20,7 +20,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.errors import AutobatchError
 from autobatch.core.options import Options
 from autobatch.core.records import LrTrial, Trial
 from autobatch.core.text import error_text
@@ -39,27 +39,20 @@ def open_study(
 ) -> optuna.Study:
     """Create the study of a setup and a purpose, or continue it; everything that results depend on names it.
 
-    It is kept in ``--storage``, else in the data directory, and in memory if that is not writable.
-
-    Raises:
-        InputError: the storage cannot be opened.
+    It is kept in the data directory, and in memory if that is not writable.
     """
     key = {name: value for name, value in info.key.items() if name not in NOT_A_PURPOSE}
     asked = [options.target_batch, options.memory_budget, options.max_micro_batch]
     content = msgspec.json.encode([key, asked, purpose], order="deterministic")
     name, folder = f"{info.name}-{hashlib.sha256(content).hexdigest()[:12]}", home / "studies"
-    storage: Any = options.storage
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with optuna_errors(InputError):
-        if storage is None:
-            with suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-            storage = str(folder / f"{name}.log") if os.access(folder, os.W_OK | os.X_OK) else None
-        if storage is not None and "://" not in storage:
+    storage = None
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    with optuna_errors():
+        if os.access(folder, os.W_OK | os.X_OK):
             # The lock is a symbolic link to the path as given, which must resolve from any folder.
-            path = Path(storage).absolute()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            storage = JournalStorage(JournalFileBackend(str(path)))
+            storage = JournalStorage(JournalFileBackend(str(folder.absolute() / f"{name}.log")))
         study = optuna.create_study(
             study_name=name, storage=storage, direction=direction, load_if_exists=True
         )
@@ -84,7 +77,7 @@ def run_trials(
     after the deadline, a monotonic time.
 
     Raises:
-        AutobatchError: the storage fails.
+        AutobatchError: the file of the study fails.
         BaseException: whatever the objective raises.
     """
     while time.monotonic() < deadline:
@@ -116,15 +109,15 @@ def tried(study: optuna.Study, kind: type[Facts]) -> list[Facts]:
 
 
 @contextmanager
-def optuna_errors(kind: type[AutobatchError] = AutobatchError) -> Iterator[None]:
-    """Turn an error of Optuna within the block into one line, without the storage: its URL has a password."""
+def optuna_errors() -> Iterator[None]:
+    """Turn an error of Optuna within the block into one line."""
     try:
         yield
     except Exception as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # Optuna's own text is about other causes
             cause = cause.__cause__
-        raise kind(
+        raise AutobatchError(
             f"the study failed: {type(cause).__name__}: {error_text(cause, first_line=True)}. Repeat the "
-            "command to go on with its trials, or give another --storage: a database URL or a file"
+            "command to go on with its trials"
         ) from error

@@ -114,9 +114,9 @@ def test_a_switch_can_be_taken_back() -> None:
         ),
         ("estimate", ["--json"], "profile", ["saved"]),
         ("fit", ["--log", "wandb", "a:b", "--log", "mlflow"], "log", ["wandb", "mlflow"]),
-        ("fit", ["--storage=-x"], "storage", "-x"),
+        ("fit", ["--out=-x"], "out", "-x"),
         ("fit", ["--out", "-"], "out", "-"),
-        ("fit", ["--storage", "a=b"], "storage", "a=b"),
+        ("fit", ["--out", "a=b"], "out", "a=b"),
         *(("probe", words, "json", True) for words in (["a:b", "--json"], ["--json", "--", "a:b"])),
     ],
 )

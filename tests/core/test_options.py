@@ -94,7 +94,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"steps": deep_table()}, "found a value of type dict that is too long to show"),
     ("fit", {"memory_budget": 1 << 20_000}, "memory_budget"),
     ("fit", {"out": "a\0b"}, r"out must be text in UTF-8 without NUL, found 'a\x00b'"),
-    ("fit", {"storage": "a\udcff"}, r"storage must be text in UTF-8 without NUL, found 'a\udcff'"),
+    ("fit", {"out": "a\udcff"}, r"out must be text in UTF-8 without NUL, found 'a\udcff'"),
 ]
 
 

@@ -59,11 +59,9 @@ class FakeTrials:
         return Measurement(self.speed(values), 64)
 
 
-def study_in(
-    storage: str | None, home: Path = Path(), made: Setup | None = None, **fields: Any
-) -> optuna.Study:
+def study_in(home: Path, made: Setup | None = None, **fields: Any) -> optuna.Study:
     """Return the study of a setup."""
-    options = as_options("fit", **{"target_batch": 64, "storage": storage, **fields})
+    options = as_options("fit", **{"target_batch": 64, **fields})
     return open_study(describe_setup(made or trial_setup()), options, home, "maximize", "speed")
 
 
@@ -72,17 +70,18 @@ def search(
     axes: list[SearchAxis] = AXES,
     *,
     budget: int | None = None,
-    storage: str | None = None,
+    home: Path | None = None,
     **more: Any,
 ) -> Tuning:
-    """Search in a storage, in as many trials as there are configurations but at most 20."""
-    study = optuna.create_study(direction="maximize") if storage is None else study_in(storage)
+    """Search in a study of a home, or in memory, in at most 20 trials."""
+    study = optuna.create_study(direction="maximize") if home is None else study_in(home)
     budget = budget or min(20, math.prod(len(axis.choices) for axis in axes))
     fields = {"study": study, "axes": axes, "budget": budget, "progress": Progress(), **more}
-    return Search(trials=trials or FakeTrials(), **fields).find()[1]
+    return Search(trials=trials or FakeTrials(), **fields).find()
 
 
-def open_journal(path: Path) -> optuna.Study:
+def open_journal(home: Path) -> optuna.Study:
+    (path,) = (home / "studies").glob("*.log")
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
     (name,) = optuna.get_all_study_names(storage)
     return optuna.load_study(study_name=name, storage=storage)

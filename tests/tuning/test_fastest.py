@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState
 
-from autobatch.core.errors import Infeasible, InputError
+from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import SearchAxis, defaults
 from autobatch.core.records import Tuning
 from autobatch.distributed.ranks import Ranks
@@ -89,13 +89,12 @@ def test_the_default_is_kept(reason: str | None) -> None:
 
 def test_a_search_goes_on_with_the_trials_of_an_earlier_one(tmp_path: Path) -> None:
     """The machine has become five times slower, which changes no ratio."""
-    storage = str(tmp_path / "deep" / "s.log")
-    first = search(axes=SHIFTS, budget=2, storage=storage)
-    second = search(FakeTrials(lambda values: speed_of(values) / 5), SHIFTS, storage=storage)
+    first = search(axes=SHIFTS, budget=2, home=tmp_path)
+    second = search(FakeTrials(lambda values: speed_of(values) / 5), SHIFTS, home=tmp_path)
     assert second.history[:2] == first.history
     assert (second.best, second.low) == ({"micro_batch_shift": 1}, pytest.approx(1.1))
     assert second.baseline_samples_per_s == 200.0
-    assert search(axes=SHIFTS, budget=4, storage=storage).history == second.history
+    assert search(axes=SHIFTS, budget=4, home=tmp_path).history == second.history
 
 
 @pytest.mark.parametrize("error", [Infeasible, TypeError, KeyboardInterrupt])
@@ -105,28 +104,28 @@ def test_an_error_of_a_trial_closes_it_and_keeps_the_others(tmp_path: Path, erro
             raise error("of the workload")
         return speed_of(values)
 
-    trials, storage = FakeTrials(speed), str(tmp_path / "s.log")
+    trials = FakeTrials(speed)
     if error is Infeasible:
-        found = search(trials, SHIFTS, storage=storage)
+        found = search(trials, SHIFTS, home=tmp_path)
         assert found.best == {"micro_batch_shift": 0}
         assert [trial.note for trial in found.history if trial.note] == ["of the workload"]
     else:
         with pytest.raises(error, match="of the workload"):
-            search(trials, SHIFTS, storage=storage)
-    states = [trial.state for trial in open_journal(tmp_path / "s.log").trials]
+            search(trials, SHIFTS, home=tmp_path)
+    states = [trial.state for trial in open_journal(tmp_path).trials]
     assert states[:2] == [TrialState.COMPLETE, TrialState.PRUNED if error is Infeasible else TrialState.FAIL]
 
 
 # Storages.
 
 
-def search_through_kills(storage: str) -> tuple[int, Any, list[Any]]:
+def search_through_kills(home: Path) -> tuple[int, Any, list[Any]]:
     """Search in processes each of which is killed in a later trial than the one before, until one ends."""
     kills = 0
     while child := os.fork():
         status = os.waitpid(child, 0)[1]
         if status != signal.SIGKILL:
-            found = search(axes=AXES[:2], budget=8, storage=storage)
+            found = search(axes=AXES[:2], budget=8, home=home)
             return kills, found.best, [trial.parameters for trial in found.history]
         kills += 1
     left = [10 + 8 * kills]
@@ -138,46 +137,20 @@ def search_through_kills(storage: str) -> tuple[int, Any, list[Any]]:
         return speed_of(values)
 
     try:
-        search(FakeTrials(speed), AXES[:2], budget=8, storage=storage)
+        search(FakeTrials(speed), AXES[:2], budget=8, home=home)
     finally:
         os._exit(0)
 
 
-@pytest.mark.parametrize("storage", ["{}/s.log", pytest.param("sqlite:///{}/s.db", marks=pytest.mark.slow)])
-def test_a_search_that_is_killed_in_its_trials_keeps_the_others(
-    server: RankServer, storage: str, tmp_path: Path
-) -> None:
-    ((kills, best, history),) = server.values(search_through_kills, storage.format(tmp_path), world=1)
+def test_a_search_that_is_killed_in_its_trials_keeps_the_others(server: RankServer, tmp_path: Path) -> None:
+    ((kills, best, history),) = server.values(search_through_kills, tmp_path, world=1)
     assert kills >= 2
     assert speed_of(best) == max(map(speed_of, history))
 
 
-@pytest.mark.parametrize(
-    ("storage", "said"),
-    [("FOLDER", "IsADirectory"), ("nothing://there", "."), ("mysql+nodriver://user:secret@/x", "nodriver")],
-)
-def test_a_storage_that_cannot_be_opened_is_invalid_input_of_one_line(
-    tmp_path: Path, storage: str, said: str
-) -> None:
-    with pytest.raises(InputError, match=said) as found:
-        study_in(storage.replace("FOLDER", str(tmp_path)))
-    assert "\n" not in str(found.value)
-    assert "secret" not in str(found.value)
-
-
-def test_the_lock_of_a_journal_is_an_absolute_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Optuna reads a lock's age through the link, and waits forever if it cannot be resolved."""
-    links: list[Any] = []
-    real = os.symlink
-    monkeypatch.setattr(os, "symlink", lambda target, path: links.append(target) or real(target, path))
-    monkeypatch.chdir(tmp_path)
-    study_in("deep/s.log")
-    assert {Path(target) for target in links} == {tmp_path / "deep" / "s.log"}
-
-
 def test_a_study_follows_the_requested_budget_and_not_free_memory(tmp_path: Path) -> None:
     def name(home: Path = tmp_path, **fields: Any) -> str:
-        return study_in(None, home, trial_setup(fields.get("memory_budget", "1GiB")), **fields).study_name
+        return study_in(home, trial_setup(fields.get("memory_budget", "1GiB")), **fields).study_name
 
     assert name() == name() != name(memory_budget="64MiB")
     assert name() != name(max_micro_batch=4)
@@ -206,9 +179,8 @@ def test_a_choice_is_taken_only_if_it_runs_on_every_rank(
     reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = {"optimizer": "foreach", "micro_batch_shift": 1}
-    kept = Tuning(trials=1, baseline_samples_per_s=1.0, best_samples_per_s=1.0)
     chosen = Tuning(trials=1, changes=changed, best=changed, best_samples_per_s=2.0, low=1.5)
-    monkeypatch.setattr(fastest.Search, "find", lambda _: (kept, chosen))
+    monkeypatch.setattr(fastest.Search, "find", lambda _: chosen)
     process, progress = ThisProcess(trial_setup()), Listener()
     options = as_options("fit", target_batch=64, trials=1, knobs=",".join(changed))
     tuner = Tuner(process=process, options=options, planned_steps=100, home=tmp_path, progress=progress)
