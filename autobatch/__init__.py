@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         TuneResult,
     )
     from autobatch.training.metrics import Sink
-    from autobatch.workload.contract import BatchFunction, Loss, WholeBatchLoss, Workload
+    from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
 
 _MODULES = {
     "api.library": ("estimate", "fit", "plan", "probe", "tune"),
@@ -49,13 +49,12 @@ _MODULES = {
     "integrations.own_loop": ("batches",),
     "report.result": ("Estimates", "FitResult", "PlanResult", "ProbeResult", "Result", "TuneResult"),
     "training.metrics": ("Sink",),
-    "workload.contract": ("BatchFunction", "Loss", "WholeBatchLoss", "Workload"),
+    "workload.contract": ("Loss", "WholeBatchLoss", "Workload"),
 }
 """Public names by the module that defines them."""
 
 __all__ = [
     "AutobatchError",
-    "BatchFunction",
     "CheckpointError",
     "DoesNotFitError",
     "Estimates",

@@ -200,9 +200,9 @@ def test_the_functions_of_the_page_on_optimizers_train() -> None:
 
 
 @pytest.mark.program
-def test_the_batches_of_nanogpt_train_in_parts_as_they_do_whole(tmp_path: Path) -> None:
+def test_the_text_of_nanogpt_trains_in_parts_as_it_does_whole(tmp_path: Path) -> None:
     """Only GPT is a stand-in: it returns logits and the loss, as nanoGPT's does."""
-    (code,) = (one for one in code_of(ROOT / "docs/data.md") if "BatchFunction(" in one)
+    (code,) = (one for one in code_of(ROOT / "docs/data.md") if ".unfold(" in one)
     (np.arange(4000) % 17).astype(np.uint16).tofile(tmp_path / "train.bin")
 
     class Bigrams(nn.Embedding):
@@ -210,7 +210,7 @@ def test_the_batches_of_nanogpt_train_in_parts_as_they_do_whole(tmp_path: Path) 
             logits = super().forward(x)
             return logits, cross_entropy(logits.flatten(0, 1), y.flatten())
 
-    names: dict[str, Any] = {"os": os, "np": np, "torch": torch, "autobatch": autobatch, "block_size": 8}
+    names: dict[str, Any] = {"os": os, "torch": torch, "block_size": 8}
     names |= {"GPT": lambda config: Bigrams(config, config, dtype=torch.float64), "config": 17}
     names |= {"Workload": autobatch.Workload, "data_dir": tmp_path}
     exec(code, names)

@@ -25,7 +25,6 @@ from autobatch.core.text import one_line
 from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResult, Result, TuneResult
 from autobatch.training.metrics import Sink, Until
 from autobatch.workload.reference import WorkloadSource
-from autobatch.workload.user_code import check_takes
 
 ShowProgress = Progress | Literal["auto"] | bool
 """A listener, or whether to show the progress; ``auto`` shows it in terminals and notebooks."""
@@ -171,8 +170,6 @@ def fit(
         RestartSmallerError: out of memory where the run cannot recover.
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
-    if until is not None:
-        check_takes(until, "fit(until=…)", "record")
     values = {"target_batch": target_batch, **options}
     result = _run("fit", values, workload, progress, sinks=tuple(sinks), until=until)
     return FitResult(**_fields(result))

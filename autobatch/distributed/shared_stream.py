@@ -11,40 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from autobatch.distributed.ranks import Ranks
-from autobatch.workload.contract import BatchFunction, Workload
+from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
-from autobatch.workload.streams import ENDLESS, FunctionReader, Reader, StreamReader, StreamSampler
-
-
-class SharedReader:
-    """The samples that rank 0 reads, on every rank; all ranks make each call."""
-
-    def __init__(self, source: Reader, ranks: Ranks) -> None:
-        self._source, self._ranks = source, ranks
-
-    def read(self, number: int) -> list[Any]:
-        """See `Reader.read`."""
-        own = [] if self._ranks.rank else self._source.read(number)
-        return self._ranks.broadcast(map_tensors(own, _alone))
-
-    def skip(self, samples: int) -> None:
-        """See `Reader.skip`."""
-        if not self._ranks.rank:
-            self._source.skip(samples)
-
-    def read_with(self, **workers: Any) -> None:
-        """See `Reader.read_with`."""
-        self._source.read_with(**workers)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Reader.state_dict`."""
-        return self._source.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """See `Reader.load_state_dict`."""
-        return ["rank 0 reads the stream"] if self._ranks.rank else self._source.load_state_dict(state)
+from autobatch.workload.streams import ENDLESS, StreamReader, StreamSampler
 
 
 def open_sampler(
@@ -77,10 +48,11 @@ def open_sampler(
     if stream is None:
         samples, order = epoch_of(workload, seed)
         return GlobalBatchSampler(**lengths, samples=samples, order=order)
-    is_function = isinstance(stream, BatchFunction)
-    reader: Reader = FunctionReader(stream, target_batch, seed) if is_function else StreamReader(stream, seed)
-    if ranks.world > 1:
-        reader = SharedReader(reader, ranks)
+
+    def share(own: list[Any]) -> list[Any]:
+        return ranks.broadcast(map_tensors(own, _alone))
+
+    reader = StreamReader(stream, seed, share=None if ranks.world == 1 else share, reads=ranks.rank == 0)
     return StreamSampler(**lengths, samples=ENDLESS if samples is None else samples, reader=reader)
 
 

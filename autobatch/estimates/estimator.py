@@ -76,7 +76,7 @@ def estimate_limits(workload: Workload, options: Options) -> Estimates:
     gpus = Gpus(options)  # refuses wrong options before data are read
     # The model is built without memory, and its code may keep what it builds.
     with preserved_random_state():
-        first = scanned(workload, options.target_batch)
+        first = scanned(workload)
         (found,) = run_in_copies([lambda: Estimator(first, options, gpus).estimates()])
         return found
 

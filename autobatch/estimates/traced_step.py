@@ -27,7 +27,7 @@ from autobatch.step.train_state import StepSettings, TrainState, build_train_sta
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.nested import HeldMicroBatches, Twice, tensors_of
+from autobatch.workload.nested import Passes, held, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:  # importing FSDP takes a second
@@ -88,10 +88,10 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
         return fake
 
     def micro_batches(count: int) -> Iterable[tuple[Collated, int]]:
-        placed = Twice([(batch, micro_batch)] * count, place)
+        placed = Passes(lambda: ((place(batch), micro_batch) for _ in range(count)))
         if isinstance(step.workload.loss, WholeBatchLoss):
             return placed
-        return HeldMicroBatches(placed) if step.keeps_batches else train_state.begin_step(placed, count)
+        return held(placed) if step.keeps_batches else train_state.begin_step(placed, count)
 
     with preserved_random_state(), ExitStack() as stack:
         sharding = stack.enter_context(step.sharding())

@@ -39,8 +39,7 @@ from autobatch.integrations.library_plan import (
     rebuilt,
     resize,
 )
-from autobatch.workload.contract import Collated, Loss, Workload, check_loss
-from autobatch.workload.user_code import check_takes
+from autobatch.workload.contract import Collated, Loss, Workload
 
 __all__ = ["plan"]
 
@@ -70,8 +69,6 @@ def plan(
         InputError: an option is invalid, or the loader was prepared before or has a batch sampler of its own.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    check_loss(loss, "accelerate.plan(loss=…)")
-    check_takes(loss, "accelerate.plan(loss=…)", "model", "batch")
     check_resizable(loader)
     precisions = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
     options.setdefault("precision", precision_of(accelerator.mixed_precision, precisions, "accelerate"))

@@ -24,7 +24,7 @@ from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.nested import HeldMicroBatches
+from autobatch.workload.nested import held
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
@@ -199,7 +199,7 @@ def _take_step(
 
     placed: Iterable[tuple[Collated, int]] = train_state.feed(batch.micro_batches, meter)
     if setup.keeps_batches and not isinstance(setup.workload.loss, WholeBatchLoss):
-        placed = HeldMicroBatches(placed)
+        placed = held(placed)
     start = now()
     totals = accumulate(
         train_state,

@@ -139,7 +139,7 @@ def open_setup(
     if budget is None and is_demo:
         budget = MEMORY_BUDGET.get(device_kind(options.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
-    workload = scanned(workload, options.target_batch)
+    workload = scanned(workload)
     device = open_device(options.device, memory_budget=budget, environ=os.environ)
     with preserved_random_state():
         seed_everything(options.seed)
@@ -256,7 +256,7 @@ def describe_setup(setup: Setup) -> SetupInfo:
         shards=setup.shards,
         notes=[
             *device.notes,
-            *stream_notes(workload.train_data, repeats=not setup.keeps_batches),
+            *stream_notes(workload.train_data),
             *setup.worst_case.notes,
             *whole_batch_notes(workload, setup.whole_batch),
             *gradient_sum_notes(setup.model, setup.gradient_dtype),

@@ -90,7 +90,7 @@ def accumulate(
     Args:
         train_state: the model and its optimizer.
         micro_batches: each micro-batch, on the device, with its number of samples. A `WholeBatchLoss`
-            iterates over them twice (`autobatch.workload.nested.Twice`).
+            iterates over them twice (`autobatch.workload.nested.Passes`).
         samples: samples of the whole batch, over all ranks.
         mark: called with each phase.
         places: see `accumulate_whole`.

@@ -120,7 +120,7 @@ def accumulate_whole(
     Args:
         train_state: the model. Its ``peers`` fill in the rows of the other ranks.
         loss: the loss of the workload, as its knobs change it.
-        micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Twice`).
+        micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Passes`).
         samples: samples of the whole batch. One micro-batch of that size needs one pass. If all
             micro-batches together are fewer (in an attempt), rows are repeated, so that the loss sees that
             many.

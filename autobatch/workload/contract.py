@@ -9,15 +9,10 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
 
 from autobatch.core.errors import InputError
-from autobatch.report.words import plural
-from autobatch.workload.user_code import check_takes, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -78,11 +73,10 @@ class WholeBatchLoss:
         Raises:
             InputError: a part is not a function.
         """
-        for part, batch in {"represent": "batch", "loss": "rows"}.items():
-            whose, value = f"WholeBatchLoss({part}=…)", getattr(self, part)
-            if not callable(value):
-                raise InputError(f"{whose} must be a function, found {kind_of(value)}")
-            check_takes(value, whose, "model", batch)
+        for part in ("represent", "loss"):
+            if not callable(getattr(self, part)):
+                found = kind_of(getattr(self, part))
+                raise InputError(f"WholeBatchLoss({part}=…) must be a function, found {found}")
 
     def __call__(self, model: nn.Module, batch: Collated) -> Tensor:
         """Return the loss of these samples, taken as a whole batch."""
@@ -101,63 +95,25 @@ class Loading:
     """Called in each process with its number; None for nothing."""
 
 
-class BatchFunction:
-    """Data that a function of yours makes, the whole batch of an optimizer step at a time.
-
-    ``Workload(train_data=BatchFunction(get_batch))`` calls ``get_batch(size, step)`` once per step, with the
-    target batch and the number of the optimizer step, from 0. Its batch is split into micro-batches
-    afterwards. The generators of Python and NumPy and that of torch for the CPU are seeded by the run's seed
-    and the step, so a run is repeated and resumed bit for bit if the function draws from them.
-
-    Args:
-        function: returns a batch of ``size`` samples. Each tensor, array and list has one row per sample.
-
-    Raises:
-        InputError: it is no function of two arguments.
-    """
-
-    def __init__(self, function: Callable[[int, int], Collated]) -> None:
-        if not callable(function):
-            raise InputError(
-                f"autobatch.BatchFunction takes a function, found {kind_of(function)}: write "
-                "BatchFunction(get_batch), which is called as get_batch(size, step)"
-            )
-        check_takes(function, "the function of autobatch.BatchFunction", "size", "step")
-        self.function = function
-
-    def __str__(self) -> str:
-        """Return its name for messages, with its line."""
-        return f"the batch function{place_of(self.function)}"
-
-
-_FUNCTIONS: dict[str, tuple[tuple[str, ...], str | None]] = {
-    "model": ((), "model=lambda: …, which builds the model"),
-    "loss": (("model", "batch"), "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"),
-    "optimizer": (
-        ("parameters", "learning_rate"),
-        "optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)",
-    ),
-    "collate": (("samples",), None),
-    "schedule": ((), None),
-    "after_step": (("model",), None),
-    "metrics": (("model", "batch"), None),
-    "counts": (("batch",), None),
-    "size_of": (("sample",), None),
+NEEDED = {
+    "model": "write model=lambda: …, which builds the model",
+    "loss": "write loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
+    "optimizer": "write optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)",
 }
-"""Fields that are functions: what they are called with, and an example of each that is needed. A schedule is
-called as the names of its own arguments tell."""
+"""Fields that are functions and have no default, each with what to write."""
+OPTIONAL = ("collate", "schedule", "after_step", "metrics", "counts", "size_of")
+"""Fields that are functions or None."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Workload:
     """A model, its data and its loss."""
 
     model: Callable[[], nn.Module]
     """Builds the model."""
-    train_data: Dataset[Any] | MapStyle[Any] | Iterable[Any] | Callable[[], Iterable[Any]] | BatchFunction
+    train_data: Dataset[Any] | MapStyle[Any] | Iterable[Any] | Callable[[], Iterable[Any]]
     """Map-style: has ``__getitem__`` and ``__len__``. Or a stream that is read in its own order: an
-    ``IterableDataset``, another iterable, or a function that returns one (a generator function). Or a
-    `BatchFunction`."""
+    ``IterableDataset``, another iterable, or a function that returns one (a generator function)."""
     loss: LossFunction
     """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. For a loss that is a sum of
     several: a mapping of names to these. Or a `WholeBatchLoss`."""
@@ -228,7 +184,7 @@ class Workload:
         """
         parts = parts_of(loader)
         validation = others.get("validation_data")
-        if is_loader(validation):
+        if _is_loader(validation):
             others["validation_data"] = parts_of(validation)["train_data"]
         return cls(model=model, loss=loss, learning_rate=learning_rate, **(parts | others))
 
@@ -238,59 +194,39 @@ class Workload:
         Raises:
             InputError: a field is invalid; the message names it.
         """
-        self._check_functions()
+        if not isinstance(self.model, type) and is_model(self.model):
+            raise InputError(
+                f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
+                "that is already built: write model=lambda: …, so that every probe starts with a new model"
+            )
+        for name in (*NEEDED, *OPTIONAL):
+            value = getattr(self, name)
+            if not callable(value) and (name in NEEDED or value is not None):
+                advice = NEEDED.get(name, "leave it out")
+                raise InputError(f"Workload({name}=…) must be a function, found {kind_of(value)}: {advice}")
         self._check_data("train_data", self.train_data)
         if self.validation_data is not None:
             self._check_data("validation_data", self.validation_data)
         if self.sampler is not None:
             object.__setattr__(self, "sampler", _order_of_all_ranks(self.sampler, self.train_data))
-        if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
-            raise InputError(
-                f"Workload(learning_rate=…) must be a finite number over 0, found {self.learning_rate!r}"
-            )
-        if self.base_batch is not None and not (_is_number(self.base_batch, int) and self.base_batch >= 1):
-            raise InputError(f"Workload(base_batch=…) must be 1 or more, or None, found {self.base_batch!r}")
+        rate, base = self.learning_rate, self.base_batch
+        if not _is_positive(rate):
+            raise InputError(f"Workload(learning_rate=…) must be a finite number over 0, found {rate!r}")
+        if base is not None and not (isinstance(base, int) and _is_positive(base)):
+            raise InputError(f"Workload(base_batch=…) must be 1 or more, or None, found {base!r}")
         # A name is no path, is short, and has no characters that a terminal would obey.
         is_plain = isinstance(self.name, str) and self.name.isprintable() and not set(self.name) & set("/\\")
         if not is_plain or self.name in ("", ".", "..") or len(self.name.encode()) > LONGEST_NAME:
             raise InputError(f"Workload(name=…) must be text that can name a folder, found {self.name!r}")
 
-    def __repr__(self) -> str:
-        data, count = self.train_data, None
-        with suppress(Exception):  # the user's own __len__
-            count = len(data)  # type: ignore[arg-type]
-        amount = "a stream" if is_stream(data) or count is None else plural(count, "sample")
-        return f"<Workload {self.name}: {amount}, learning rate {self.learning_rate:g}>"
-
-    def _check_functions(self) -> None:
-        check_loss(self.loss, "Workload(loss=…)")
-        if _is_instance(self.model, "torch.nn", "Module"):
-            raise InputError(
-                f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
-                "that is already built: write model=lambda: …, so that every probe starts with a new model"
-            )
-        for name, (arguments, example) in _FUNCTIONS.items():
-            function, whose = getattr(self, name), f"Workload({name}=…)"
-            if function is None and example is None:
-                continue
-            if not callable(function):
-                advice = f": write {example}" if example else ", or leave it out"
-                raise InputError(f"{whose} must be a function, found {kind_of(function)}{advice}")
-            takes = list(arguments) if name != "schedule" else schedule_arguments(function) or ["step"]
-            check_takes(function, whose, *takes)
-        once = inspect.isgenerator(self.sampler)  # a later epoch would draw nothing
-        if self.sampler is not None and (once or not hasattr(self.sampler, "__iter__")):
-            raise InputError(
-                "Workload(sampler=…) must draw the indices of an epoch whenever it is iterated, found "
-                f"{kind_of(self.sampler)}: give a list or a sampler"
-            )
-
     def _check_data(self, name: str, data: Any) -> None:
-        if is_loader(data) or (not hasattr(data, "__getitem__") and is_loader(getattr(data, "loader", None))):
+        found = f"Workload({name}=…) must be the data, found {kind_of(data)}"
+        # A loader around a loader, as timm's, would seem to be a stream of samples.
+        inner = None if hasattr(data, "__getitem__") else getattr(data, "loader", None)
+        if _is_loader(data) or _is_loader(inner):
             raise InputError(
-                f"Workload({name}=…) must be the data, found {kind_of(data)}: write "
-                "Workload.from_loader(loader, model=…, loss=…, …), which takes its data, collate "
-                f"function, sampler and workers, or give {name}=loader.dataset and collate=loader.collate_fn"
+                f"{found}: write Workload.from_loader(loader, …), which takes its data, collate function, "
+                f"sampler and workers, or give {name}=loader.dataset"
             )
         if name == "train_data" and is_stream(data):
             if self.sampler is not None:
@@ -298,39 +234,20 @@ class Workload:
                     f"Workload(sampler=…) needs data with an index, found {kind_of(data)}, a stream: leave "
                     "it out, and let the stream yield its samples in that order"
                 )
-            if inspect.isroutine(data):
-                check_takes(data, "Workload(train_data=…), unless it is a BatchFunction that makes batches,")
             if hasattr(data, "__next__"):
                 raise InputError(
-                    f"Workload(train_data=…) is {kind_of(data)}, which can be read only once, and a probe "
-                    "reads the first samples too: give the function that makes it, without calling it"
+                    f"{found}, which can be read only once, and a probe reads the first samples too: give "
+                    "the function that makes it, without calling it"
                 )
         elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-            raise InputError(
-                f"Workload({name}=…) must have __getitem__ and __len__ (map-style), found {kind_of(data)}"
-            )
+            raise InputError(f"{found}, without __getitem__ and __len__ (map-style)")
         elif not len(data):
             raise InputError(f"Workload({name}=…) has 0 samples: at least 1 is needed")
 
 
-def check_loss(loss: object, whose: str) -> None:
-    """Check that a loss is no loss of torch, which knows no model: ``cross_entropy``, ``CrossEntropyLoss()``.
-
-    Raises:
-        InputError: it is one; the message says what to write.
-    """
-    module = getattr(loss, "__module__", None)
-    of_python = {"torch.nn.functional", "torch.nn.modules.loss"}
-    if module in {*of_python, "torch", "torch._C._nn"} or type(loss).__module__ in of_python:
-        raise InputError(
-            f"{whose} is called as loss(model, batch), but {getattr(loss, '__name__', type(loss).__name__)} "
-            f"takes outputs and targets: write {_FUNCTIONS['loss'][1]}"
-        )
-
-
 def is_stream(data: object) -> bool:
     """Check for data that are read in their own order, without importing torch."""
-    if isinstance(data, BatchFunction) or _is_instance(data, "torch.utils.data", "IterableDataset"):
+    if _is_instance(data, "torch.utils.data", "IterableDataset"):
         return True
     return not hasattr(data, "__getitem__") and (hasattr(data, "__iter__") or inspect.isroutine(data))
 
@@ -356,11 +273,6 @@ def schedule_arguments(schedule: Callable[..., object]) -> list[str]:
     return ["optimizer", *named] if named or others[0].startswith("opt") else []
 
 
-def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
-    """Check for a ``DataLoader`` without importing torch."""
-    return _is_instance(value, "torch.utils.data", "DataLoader")
-
-
 def is_model(value: object) -> bool:
     """Check for a ``torch.nn.Module``, or a class of them, without importing torch."""
     if not isinstance(value, type):
@@ -376,8 +288,12 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _is_number(value: object, kind: type | UnionType = int | float) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
+    return _is_instance(value, "torch.utils.data", "DataLoader")
 
 
 def _is_instance(value: object, module: str, name: str) -> bool:
@@ -392,66 +308,44 @@ def parts_of(loader: DataLoader[Any]) -> dict[str, Any]:
     Raises:
         InputError: it is no ``DataLoader``, or it yields what its data yield, without making batches.
     """
-    from torch.utils.data import DataLoader, default_collate
+    from torch.utils.data import BatchSampler, DataLoader, default_collate
 
     if not isinstance(loader, DataLoader):
         raise InputError(
             f"Workload.from_loader takes a torch DataLoader, found {kind_of(loader)}: give its data as "
             "Workload(train_data=…)"
         )
-    if loader.batch_sampler is None and loader.batch_size is None:
+    batches: Any = loader.batch_sampler
+    if batches is None:
         raise InputError(
             "this loader has batch_size=None, so its items may be batches already, whose size no plan can "
             "change: let its data yield samples, and give it any batch_size, which is not used"
         )
+    order = batches.sampler if type(batches) is BatchSampler else batches
     return {
         "train_data": loader.dataset,
-        "collate": None if loader.collate_fn is default_collate else _collate_of(loader),
-        "sampler": _sampler_of(loader),
+        "collate": None if loader.collate_fn is default_collate else loader.collate_fn,
+        "sampler": None if is_stream(loader.dataset) else order,
         "loading": Loading(
             workers=loader.num_workers, pin_memory=loader.pin_memory, init_worker=loader.worker_init_fn
         ),
     }
 
 
-def _collate_of(loader: Any) -> Callable[[list[Any]], Collated]:
-    """Return the collate function, with what a loader of torch_geometric does to its result outside of it."""
-    collate: Callable[[list[Any]], Collated] = loader.collate_fn
-    if callable(getattr(loader, "filter_fn", None)) and not getattr(loader, "filter_per_worker", True):
-        return partial(_filtered, collate, loader.filter_fn)
-    return collate
-
-
-def _filtered(
-    collate: Callable[[list[Any]], Any], join: Callable[[Any], Collated], samples: list[Any]
-) -> Collated:
-    """Return the subgraph of some nodes with its features, which NodeLoader joins after ``collate_fn``."""
-    return join(collate(samples))
-
-
-def _sampler_of(loader: DataLoader[Any]) -> Iterable[Any] | None:
-    """Return what draws the samples of an epoch, or batches of them; None for a stream."""
-    from torch.utils.data import BatchSampler, IterableDataset
-
-    if isinstance(loader.dataset, IterableDataset):
-        return None
-    batches: Any = loader.batch_sampler
-    sampler: Any = loader.sampler if batches is None else batches
-    if type(sampler).__name__ == "_RepeatSampler":
-        # Loaders that keep their workers between epochs repeat it for ever (timm, YOLO).
-        sampler = batches = sampler.sampler
-    return batches.sampler if type(batches) is BatchSampler else sampler
-
-
 def _order_of_all_ranks(sampler: Any, data: Any) -> Iterable[Any] | None:
     """Return the order of an epoch that a sampler means for all ranks; None for a permutation per epoch.
 
     Raises:
-        InputError: it draws the part of one rank, in an order of its own.
+        InputError: it cannot be iterated in every epoch, or draws the part of one rank.
     """
     from torch.utils.data import RandomSampler
     from torch.utils.data.distributed import DistributedSampler
 
+    if not hasattr(sampler, "__iter__") or hasattr(sampler, "__next__"):
+        raise InputError(
+            "Workload(sampler=…) must draw the indices of an epoch whenever it is iterated, found "
+            f"{kind_of(sampler)}: give a list or a sampler"
+        )
     if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(data):
         return None
     if type(sampler) is DistributedSampler:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -20,20 +20,17 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
-from autobatch.core.text import quoted
 from autobatch.workload.contract import Collated, Workload, kind_of
 from autobatch.workload.nested import tensors_of
-from autobatch.workload.rng import preserved_generators, preserved_random_state, seed_everything
+from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import mark_user_error, user_code
 
-COLLATE = "collate"
-"""Part of the workload that an error of its collate function names."""
 FIRST_LOOK = 64
-"""Samples, spread over the data, that are read first to see whether sizes differ."""
+"""Samples, spread over the data, that are read first."""
 SCAN_SECONDS = 5.0
-"""Time limit of a scan of all samples if the first look found equal sizes."""
+"""Time limit of a scan as long as all sizes are equal."""
 LONG_SCAN_SECONDS = 60.0
-"""Time limit of the scan if the sizes differ."""
+"""Time limit of the scan if the sizes differ, or if a function gives them."""
 MOST_SIZE = 1e15
 """Largest size of a sample: no more bytes fit anywhere, and the square of its sums is finite."""
 
@@ -66,42 +63,24 @@ def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[An
     Raises:
         InputError: ``__getitems__`` does not return one sample for each index.
     """
-    many = getattr(data, "__getitems__", None)
-    if many is None:
-        samples, index = [], None
-        try:  # one block for all samples, because a block of its own costs as much as reading one
+    index: int | None = None
+    try:  # one block for all samples, because a block of its own costs as much as reading one
+        if not hasattr(data, "__getitems__"):
+            samples = []
             for index in ids:
                 samples.append(data[index])
-        except (Exception, SystemExit) as error:
-            mark_user_error(error, f"{name}[{index}]")
-            raise
-        return samples
-    try:
-        samples = many(list(ids))
+            return samples
+        samples = data.__getitems__(list(ids))
     except (Exception, SystemExit) as error:
-        index = _failing_index(data, ids, type(error))
         mark_user_error(error, name if index is None else f"{name}[{index}]")
         raise
-    if isinstance(samples, Mapping) or not hasattr(samples, "__len__") or len(samples) != len(ids):
-        number = f" of {len(samples)}" if hasattr(samples, "__len__") else ""
+    if not isinstance(samples, list | tuple) or len(samples) != len(ids):
         raise InputError(
-            f"{name}.__getitems__ got {len(ids)} indices and returned {kind_of(samples)}{number}, which "
-            "looks like a batch that is made already: return a list with one sample for each index, and make "
-            "the batch in Workload(collate=…)"
+            f"{name}.__getitems__ got {len(ids)} indices and returned {kind_of(samples)}, which looks like a "
+            "batch that is made already: return a list with one sample for each index, and make the batch "
+            "in Workload(collate=…)"
         )
     return list(samples)
-
-
-def _failing_index(data: Any, ids: Sequence[int], kind: type[BaseException]) -> int | None:
-    """Return the first sample that raises this kind of error when it is read alone; None if none does."""
-    for index in ids:
-        try:
-            data[index]
-        except kind:
-            return index
-        except (Exception, SystemExit):
-            return None
-    return None
 
 
 def shallow_copies(samples: Sequence[Any]) -> list[Any]:
@@ -129,7 +108,7 @@ def collate_samples(
         try:
             return collate(samples)
         except (Exception, SystemExit) as error:
-            mark_user_error(error, COLLATE)
+            mark_user_error(error, "collate", collate)
             raise
     try:
         return default_collate(samples)
@@ -176,20 +155,34 @@ class WorstCaseSampler:
         return sorted(self._costs, key=lambda index: (-self._costs[index], index))
 
     def _scan(self) -> dict[int, float]:
-        """Read some samples spread over the data, then all within the time limit."""
-        start = self._clock()
-        count = len(self._data)
+        """Read some samples spread over the data, then all within the time limit.
+
+        Raises:
+            InputError: ``size_of`` returned no number from 0 to `MOST_SIZE`.
+        """
+        start, count, size_of = self._clock(), len(self._data), self._workload.size_of
+        spread = range(0, count, max(1, count // FIRST_LOOK))[:FIRST_LOOK]
         costs: dict[int, float] = {}
-        for indices in (range(0, count, max(1, count // FIRST_LOOK))[:FIRST_LOOK], range(count)):
-            differ = len(set(costs.values())) > 1 or (costs and self._workload.size_of is not None)
-            seconds = LONG_SCAN_SECONDS if differ else SCAN_SECONDS
-            for index in indices:
-                if costs and self._clock() - start > seconds:
-                    break
-                if index not in costs:
-                    with user_code(f"train_data[{index}]"):
-                        sample = self._data[index]
-                    costs[index] = size_of_sample(sample, self._workload.size_of, index)
+        limit = SCAN_SECONDS
+        for index in chain(spread, range(count)):
+            if index in costs:
+                continue
+            if costs and self._clock() - start > limit:
+                break
+            with user_code(f"train_data[{index}]"):
+                sample = self._data[index]
+            if size_of is None:
+                costs[index] = float(elements(sample))
+            else:
+                with user_code("size_of", size_of):
+                    costs[index] = float(size_of(sample))
+            if not 0 <= costs[index] <= MOST_SIZE:
+                raise InputError(
+                    f"Workload(size_of=…) returned {costs[index]:g} for sample {index}: it must return a "
+                    f"finite number from 0 to {MOST_SIZE:g}, for example a length"
+                )
+            if size_of is not None or costs[index] != costs[0]:
+                limit = LONG_SCAN_SECONDS
         return costs
 
     @property
@@ -225,43 +218,13 @@ class WorstCaseSampler:
         Raises:
             InputError: they cannot be collated.
         """
-        sampler = () if self._workload.sampler is None else self._workload.sampler
-        with preserved_random_state(), preserved_generators(sampler), user_code("sampler"):
-            draws_batches = isinstance(next(iter(sampler), None), list | tuple)
-        if not draws_batches and self.largest() is not None:
+        if self._workload.sampler is None and self.largest() is not None:
             load_micro_batch(self._workload, [self.order[0], self.order[-1]])
 
     def batch(self, size: int) -> Collated:
         """Collate the ``size`` most expensive samples; repeat them if the data has fewer."""
         order = self.order if self.first is None else [self.first, *self.order]
         return load_micro_batch(self._workload, list(islice(cycle(order), size)))
-
-
-def size_of_sample(sample: Any, size_of: Callable[[Any], float] | None, index: int) -> float:
-    """Return the cost of a sample.
-
-    Args:
-        sample: as the data returned it.
-        size_of: the user's own function; None to count the numbers in the sample.
-        index: of the sample, for messages.
-
-    Raises:
-        InputError: the function returned no number from 0 to `MOST_SIZE`.
-    """
-    if size_of is None:
-        return float(elements(sample))
-    with user_code("size_of", size_of):
-        returned: Any = size_of(sample)
-        try:
-            size = float(returned)
-        except (TypeError, ValueError):
-            size = math.nan
-        if not 0 <= size <= MOST_SIZE:
-            raise InputError(
-                f"Workload(size_of=…) returned {quoted(returned)} for sample {index}: it must return a "
-                f"finite number from 0 to {MOST_SIZE:g}, for example a length"
-            )
-    return size
 
 
 def elements(sample: Any) -> int:

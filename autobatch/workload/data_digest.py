@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +21,10 @@ from autobatch.device.host import cpu_name
 from autobatch.workload.data import fetch
 from autobatch.workload.rng import preserved_generators, preserved_random_state, seed_everything
 
-AddBytes: TypeAlias = Callable[[bytes], None]
 LOOKED_AT = 5
 """Samples that are read: the first, the last, and some between."""
 DEEPEST = 8
 """Depth to which a nested sample is read."""
-CAUSES = (
-    "Usual causes: files that are listed unsorted (sort them), the order of a set (sort it, or set "
-    "PYTHONHASHSEED=0), and a split or shuffle whose generator nothing seeds (give generator=)"
-)
 
 
 class DataDigest(Record, frozen=True, kw_only=True):
@@ -57,16 +52,11 @@ def digest_data(data: Any) -> DataDigest | None:
     Returns:
         None if the same seed gives other values each time.
     """
-    first = _read(data)
+    exact, computed = first = _read(data)
     if first != _read(data):
         return None
-    exact, computed = first
-    return DataDigest(
-        samples=len(data),
-        exact=exact,
-        computed=computed,
-        machine=f"{cpu_name()}, torch {torch.__version__}",
-    )
+    machine = f"{cpu_name()}, torch {torch.__version__}"
+    return DataDigest(samples=len(data), exact=exact, computed=computed, machine=machine)
 
 
 def check_same_data(digests: Sequence[DataDigest | None], whose: Sequence[str]) -> None:
@@ -79,15 +69,15 @@ def check_same_data(digests: Sequence[DataDigest | None], whose: Sequence[str]) 
     Raises:
         InputError: one of them reads others; names it.
     """
+    first = digests[0]
     for digest, name in zip(digests[1:], whose[1:], strict=True):
-        if digest is None or digests[0] is None or digest.is_same(digests[0]):
-            continue
-        counts = (
-            f": {digest.samples:,} samples, and {digests[0].samples:,}"
-            if digest.samples != digests[0].samples
-            else f", in values or in order ({digest.samples:,} samples)"
-        )
-        raise InputError(f"the training data of {name} are not those of {whose[0]}{counts}. {CAUSES}")
+        if first is not None and digest is not None and not digest.is_same(first):
+            raise InputError(
+                f"the training data of {name} are not those of {whose[0]} in number, values or order "
+                f"({digest.samples:,} samples, and {first.samples:,}). Usual causes: files that are listed "
+                "unsorted (sort them), the order of a set (sort it, or set PYTHONHASHSEED=0), and a split or "
+                "shuffle whose generator nothing seeds (give generator=)"
+            )
 
 
 def digest_of(samples: Any) -> tuple[str, str]:
@@ -110,30 +100,30 @@ def _read(data: Any) -> tuple[str, str]:
     return digest_of(samples)
 
 
-def _add(value: Any, exact: AddBytes, computed: AddBytes, depth: int = 0) -> None:
+def _add(
+    value: Any, exact: Callable[[bytes], None], computed: Callable[[bytes], None], depth: int = 0
+) -> None:
     """Add the content of a sample to the digest of what is the same on every machine, or to the other one."""
     exact(type(value).__name__.encode())
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        # NumPy has no bfloat16.
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        is_rounded = value.is_floating_point() or value.element_size() == 1
         exact(f"{tuple(value.shape)}{value.dtype}".encode())
-        if value.layout is torch.strided and not value.is_meta:
-            is_rounded = value.dtype.is_floating_point or value.dtype.is_complex
-            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            (computed if is_rounded or value.element_size() == 1 else exact)(content)
+        (computed if is_rounded else exact)(content.tobytes())
     elif isinstance(value, np.ndarray) and value.dtype != object:
         exact(f"{value.shape}{value.dtype}".encode())
-        is_rounded = value.dtype.kind in "fc" or value.itemsize == 1
-        (computed if is_rounded else exact)(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, float | complex | np.inexact):
+        (computed if value.dtype.kind in "fc" or value.itemsize == 1 else exact)(value.tobytes())
+    elif isinstance(value, float | np.floating):
         computed(repr(value).encode())
     elif value is None or isinstance(value, str | bytes | int | np.generic):
         exact(repr(value).encode())
     elif isinstance(value, Set):
         exact(repr(sorted(map(repr, value))).encode())
-    elif depth < DEEPEST:
-        if isinstance(value, Mapping | list | tuple | np.ndarray):
-            for child in value.items() if isinstance(value, Mapping) else value:
-                _add(child, exact, computed, depth + 1)
-        elif callable(getattr(value, "tobytes", None)):  # an image
-            computed(value.tobytes())
-        elif hasattr(value, "__dict__"):
-            _add(vars(value), exact, computed, depth + 1)
+    elif isinstance(value, Mapping | list | tuple | np.ndarray) and depth < DEEPEST:
+        for child in value.items() if isinstance(value, Mapping) else value:
+            _add(child, exact, computed, depth + 1)
+    elif callable(getattr(value, "tobytes", None)):  # an image
+        computed(value.tobytes())
+    elif hasattr(value, "__dict__") and depth < DEEPEST:
+        _add(vars(value), exact, computed, depth + 1)

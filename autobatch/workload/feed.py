@@ -17,13 +17,10 @@ the workers first, and the checkpoint would never be written. The kernel ends th
 
 from __future__ import annotations
 
-import ctypes
 import io
 import multiprocessing.util
-import os
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -47,12 +44,13 @@ from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state, restore_random_state, seed_generators
 from autobatch.workload.split import MicroBatchIds, SizeSplit, Split
 from autobatch.workload.streams import StreamSampler, unchanged
-from autobatch.workload.user_code import to_picklable
+from autobatch.workload.user_code import to_picklable, user_code
 
 AHEAD = 2
 """Micro-batches that a worker fetches ahead, as in torch's own loader."""
-LONGEST_SOCKET = 107 if sys.platform == "linux" else 103
-"""Bytes in the path of a socket (``sun_path`` in unix(7), without its final zero)."""
+START_METHOD = "fork" if sys.platform == "linux" else None
+"""Start method of workers; None for Python's default. Fork is safe on Linux: the workload need not be
+importable, and its data is not copied."""
 COLLATING = -1
 """Takes the place of a sample's index in the seed of a collate function."""
 
@@ -75,19 +73,13 @@ class MicroBatches(Dataset[Any]):
         workload: has the data and the collate function.
         seed: of the run, to seed every sample; None to draw from the generators as they are.
         held: samples of a stream by their ids, in place of the data.
-        stop: a flag that a worker shares with the loop; once it is set, an item is left unfinished.
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        seed: int | None,
-        *,
-        held: Mapping[int, Any] | None = None,
-        stop: Any = None,
+        self, workload: Workload, seed: int | None, *, held: Mapping[int, Any] | None = None
     ) -> None:
         self._data = workload.train_data if held is None else held
-        self._collate, self.seed, self._stop = workload.collate, seed, stop
+        self._collate, self.seed = workload.collate, seed
 
     def load(self, part: MicroBatchIds) -> Collated:
         """Fetch and collate a micro-batch; seeded samples leave no trace in the generators.
@@ -100,20 +92,21 @@ class MicroBatches(Dataset[Any]):
         # GPU generators are not seeded, so they are not restored either.
         before = capture_random_state()._replace(cuda=[])
         try:
-            return self._load_seeded(part)
+            return self._load_seeded(self.seed, part)
         finally:
             restore_random_state(before)
 
     def __getitem__(self, part: MicroBatchIds) -> Collated | Failure:
         """Return a micro-batch in a worker, or the error of the workload that prevented it."""
+        assert self.seed is not None
         try:
-            batch = self._load_seeded(part)
+            batch = self._load_seeded(self.seed, part)
         except (Exception, SystemExit) as error:
             if classify(error) is not Verdict.NONE:
                 raise  # torch sends its type and text to the loop, and the recovery needs both
             return Failure(to_picklable(error))
         # The queue silently drops what it cannot pickle, and the loop would wait for it in vain.
-        if (why := why_not_pickled(batch)) is None:
+        if (why := _why_not_pickled(batch)) is None:
             return batch
         return Failure(
             InputError(
@@ -122,17 +115,14 @@ class MicroBatches(Dataset[Any]):
             )
         )
 
-    def _load_seeded(self, part: MicroBatchIds) -> Collated:
-        """Collate a micro-batch with a seed for every sample; return None if it was asked to stop."""
-        assert self.seed is not None
+    def _load_seeded(self, seed: int, part: MicroBatchIds) -> Collated:
+        """Collate a micro-batch with a seed for every sample."""
         samples: list[Any] = []
         for place, sample in zip(part.places, part.ids, strict=True):
-            if self._stop is not None and self._stop.value:
-                return None
-            seed_generators(self.seed, part.batch_index, place, sample)
+            seed_generators(seed, part.batch_index, place, sample)
             # One at a time, even from data that can fetch many at once (``__getitems__``).
             samples += fetch(self._data, [sample])
-        seed_generators(self.seed, part.batch_index, part.places[0], COLLATING)
+        seed_generators(seed, part.batch_index, part.places[0], COLLATING)
         return collate_samples(samples, self._collate)
 
 
@@ -145,13 +135,9 @@ class Feed:
     """
 
     def __init__(self, micro_batches: MicroBatches, split: Split) -> None:
-        self._micro_batches = micro_batches
-        self._split = split
-
-    @property
-    def seeds_samples(self) -> bool:
+        self._micro_batches, self._split = micro_batches, split
+        self.seeds_samples = micro_batches.seed is not None
         """True if samples are seeded one by one."""
-        return self._micro_batches.seed is not None
 
     def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
         """Yield the collated micro-batches of a batch, on the host.
@@ -197,24 +183,29 @@ def open_feed(
     """
     split, loading = split or Split(), workload.loading
     if workers:
-        open_socket_folder()
+        # The folder of the sockets that send tensors. Each worker would make its own, and leave it if killed.
+        multiprocessing.util.get_temp_dir()
     if isinstance(sampler, StreamSampler):
         # The stream has its own workers, and no seeds.
         if workers:
-            sampler.reader.read_with(
-                num_workers=workers,
-                prefetch_factor=AHEAD,
-                worker_init_fn=loading.init_worker,
-                multiprocessing_context=start_method(),
-            )
+            sampler.reader.workers = {
+                "num_workers": workers,
+                "prefetch_factor": AHEAD,
+                "worker_init_fn": loading.init_worker,
+                "multiprocessing_context": START_METHOD,
+            }
         yield Feed(MicroBatches(workload, None, held=sampler.held), split)
         return
+    is_seeded = workers > 0 or seeds_samples or isinstance(split, SizeSplit)
+    micro_batches = MicroBatches(workload, sampler.seed if is_seeded else None)
     if not workers:
-        is_seeded = seeds_samples or isinstance(split, SizeSplit)
-        yield Feed(MicroBatches(workload, sampler.seed if is_seeded else None), split)
+        yield Feed(micro_batches, split)
         return
     reads_pinned = device is not None and device.type == "cuda" and loading.pin_memory
-    feed = WorkerFeed(workload, sampler, split, workers, device if reads_pinned else None)
+    gpu = device if reads_pinned else None
+    feed = WorkerFeed(
+        micro_batches, split, sampler, workers=workers, init_worker=loading.init_worker, gpu=gpu
+    )
     try:
         yield feed
     except Exception as error:
@@ -230,17 +221,16 @@ class WorkerFeed(Feed):
 
     def __init__(
         self,
-        workload: Workload,
-        sampler: GlobalBatchSampler,
+        micro_batches: MicroBatches,
         split: Split,
+        sampler: GlobalBatchSampler,
+        *,
         workers: int,
+        init_worker: Callable[[int], object] | None,
         gpu: torch.device | None,
     ) -> None:
-        self._context = multiprocessing.get_context(start_method())
-        self._stop = self._context.RawValue(ctypes.c_bool, False)
-        super().__init__(MicroBatches(workload, sampler.seed, stop=self._stop), split)
-        self._sampler, self._count, self._gpu = sampler, workers, gpu
-        self._init = partial(start_worker, workload.loading.init_worker)
+        super().__init__(micro_batches, split)
+        self._sampler, self._count, self._init_worker, self._gpu = sampler, workers, init_worker, gpu
         self._workers: list[BaseProcess] = []
         self._stream: Any = None
         self._next: tuple[int, int] | None = None
@@ -254,10 +244,13 @@ class WorkerFeed(Feed):
         """
         if self._next != (batch.index, micro_batch):
             self._start(batch.index, micro_batch)
+        self._next = None
         left = len(self._split.parts(batch, micro_batch))
         while left:
             left -= 1
-            yield self._take(None if left else (batch.index + 1, micro_batch))
+            if not left:
+                self._next = batch.index + 1, micro_batch
+            yield self._take()
 
     def crash(self) -> LoaderWorkerCrashed | None:
         """Return the error of a worker that has ended; None if all of them run."""
@@ -273,7 +266,6 @@ class WorkerFeed(Feed):
     def close(self) -> None:
         """End the workers, even in the middle of their work."""
         stream, self._stream, self._next = self._stream, None, None
-        self._stop.value = True
         # A traceback may hold the stream, which then cannot end its workers by its own deletion.
         getattr(stream, "_shutdown_workers", lambda: None)()
         for process in self._workers:
@@ -284,20 +276,15 @@ class WorkerFeed(Feed):
     def _start(self, index: int, micro_batch: int) -> None:
         """Start new workers, at a batch and with a size limit."""
         self.close()
-        self._stop.value = False
-        if start_method() != "fork" and (why := why_not_pickled(self._micro_batches)) is not None:
-            raise InputError(
-                f"the workload's data or collate function cannot be sent to a loader worker ({why}): define "
-                "both at the top level of a module, or use --workers 0"
-            )
         parts = (
             part for batch in self._sampler.batches(index) for part in self._split.parts(batch, micro_batch)
         )
         others = multiprocessing.active_children()
         # The thread that pins memory uses the current GPU.
         on_gpu = nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
-        blocked = hold_back_signals(STOPPING, with_tracker=start_method() != "fork")
-        with blocked, on_gpu, warnings.catch_warnings():
+        blocked = hold_back_signals(STOPPING, with_tracker=START_METHOD != "fork")
+        # An error here is one of pickling the data, where workers are not forked.
+        with blocked, on_gpu, user_code("data or collate function"), warnings.catch_warnings():
             # Of a fork while threads run, of which a worker uses none, and of more workers than CPUs.
             warnings.simplefilter("ignore")
             loader = DataLoader(
@@ -308,46 +295,19 @@ class WorkerFeed(Feed):
                 pin_memory=self._gpu is not None,
                 num_workers=self._count,
                 prefetch_factor=AHEAD,
-                worker_init_fn=self._init,
+                worker_init_fn=partial(start_worker, self._init_worker),
                 # A generator of its own, so that the run's generators are not drawn from.
                 generator=torch.Generator(),
-                multiprocessing_context=self._context,
+                multiprocessing_context=START_METHOD,
             )
             self._stream = iter(loader)
         self._workers = [process for process in multiprocessing.active_children() if process not in others]
 
-    def _take(self, following: tuple[int, int] | None) -> Collated:
-        """Return the next micro-batch, after which the stream is at ``following``."""
-        self._next = None
+    def _take(self) -> Collated:
         made = next(self._stream)
         if isinstance(made, Failure):
             raise made.error
-        self._next = following
         return made
-
-
-def open_socket_folder() -> None:
-    """Make this process's folder for the sockets through which its workers send tensors.
-
-    Without it, each worker makes one of its own, and leaves it behind if it is killed. If the folder for
-    temporary files has a long path, it is made in ``/tmp``, as by Python 3.14: a worker that cannot open its
-    socket sends nothing, and the loop would wait for it in vain.
-    """
-    usual = tempfile.gettempdir()
-    if len(os.fsencode(f"{usual}/pymp-12345678/listener-12345678")) > LONGEST_SOCKET and os.name == "posix":
-        tempfile.tempdir = "/tmp"
-    try:
-        multiprocessing.util.get_temp_dir()
-    finally:
-        tempfile.tempdir = usual
-
-
-def start_method() -> str | None:
-    """Return the start method of workers; None for Python's default.
-
-    It is fork on Linux, where that is safe: the workload need not be importable, and its data is not copied.
-    """
-    return "fork" if sys.platform == "linux" else None
 
 
 def start_worker(init: Callable[[int], object] | None, number: int) -> None:
@@ -365,12 +325,11 @@ def why_not_sent(workload: Workload, batch: Collated) -> str | None:
     """Return why loader workers cannot send micro-batches such as this one; None if they can."""
     if any(tensor.device.type != "cpu" for tensor in tensors_of(batch)):
         return "its samples are on a GPU, which workers cannot use"
-    sent = (batch, None if start_method() == "fork" else MicroBatches(workload, 0))
-    why = why_not_pickled(sent)
+    why = _why_not_pickled((batch, None if START_METHOD == "fork" else MicroBatches(workload, 0)))
     return None if why is None else f"its samples cannot be sent from one process to another ({why})"
 
 
-def why_not_pickled(value: object) -> str | None:
+def _why_not_pickled(value: object) -> str | None:
     """Return the error of pickling a value for another process; None if it can be sent."""
     try:
         _WithoutTensorData(io.BytesIO()).dump(value)

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -146,56 +145,11 @@ def _rebuilt(value: Any, children: list[Any]) -> Any:
     """Return the same container with other children; a plain value is returned unchanged."""
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)
-        for key, child in zip(value, children, strict=True):
-            changed[key] = child
+        changed.update(zip(value, children, strict=True))
         return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*children)
     return type(value)(children) if isinstance(value, list | tuple) else value
-
-
-# Samples of a batch, along dimension 0
-
-
-def is_column(value: Any) -> bool:
-    """Check for a list with a plain value per sample, for example names."""
-    return type(value) in (list, tuple) and bool(value) and all(isinstance(row, PLAIN) for row in value)
-
-
-def rows_of(value: Any, name: str = "") -> list[Any]:
-    """Take a made batch apart into its samples, along dimension 0 of all its tensors, arrays and columns.
-
-    Args:
-        value: the batch.
-        name: of this part of the batch in messages, for example ``[0]``.
-
-    Raises:
-        InputError: a part has no such dimension, or another length than the others.
-    """
-    if isinstance(value, Tensor) and value.dim():
-        return list(value.unbind())
-    # Below the top, a list of lists or of dicts without a tensor is a column too, as in `datasets`.
-    is_nested = bool(name) and isinstance(value, list) and _is_plain(value)
-    if is_column(value) or is_nested or (isinstance(value, np.ndarray) and value.ndim):
-        return list(value)
-    if not isinstance(value, Mapping | list | tuple) or isinstance(value, PackedSequence) or not value:
-        kind = "a 0-d tensor" if isinstance(value, Tensor) else kind_of(value)
-        raise InputError(f"batch{name} is {kind}, which has no sample along dimension 0")
-    keys = list(value) if isinstance(value, Mapping) else list(range(len(value)))
-    parts = {f"{name}[{key!r}]": child for key, child in zip(keys, children_of(value), strict=True)}
-    rows = {part: rows_of(child, part) for part, child in parts.items()}
-    sizes = {part: len(of_part) for part, of_part in rows.items()}
-    if len(set(sizes.values())) > 1:
-        counts = ", ".join(f"batch{part} has {size}" for part, size in sizes.items())
-        raise InputError(f"its parts differ in their samples along dimension 0: {counts}")
-    return [_rebuilt(value, list(row)) for row in zip(*rows.values(), strict=True)]
-
-
-def _is_plain(value: Any) -> bool:
-    """Check for plain values in lists and mappings, of each list only the first."""
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value[:1])) if isinstance(value, list) else isinstance(value, PLAIN)
 
 
 def cut(value: Any, part: slice, samples: int) -> Any:
@@ -204,9 +158,9 @@ def cut(value: Any, part: slice, samples: int) -> Any:
     Raises:
         InputError: a tensor or column of the batch has no such samples along dimension 0.
     """
-    if isinstance(value, Tensor) or is_column(value):
-        has_rows = not isinstance(value, Tensor) or value.dim() > 0
-        if has_rows and len(value) == samples:
+    is_column = type(value) in (list, tuple) and bool(value) and all(isinstance(row, PLAIN) for row in value)
+    if is_column or (isinstance(value, Tensor) and value.dim()):
+        if len(value) == samples:
             return value[part]
     elif isinstance(value, Mapping | list | tuple) and not isinstance(value, PackedSequence):
         return _rebuilt(value, [cut(child, part, samples) for child in children_of(value)])
@@ -238,38 +192,27 @@ def feed(
         meter.count(tensors_of(there))
         return there
 
+    def fetch(source: Iterator[tuple[Collated, int]]) -> tuple[Collated, int] | None:
+        with meter.uncounted():
+            return next(source, None)
+
     if not twice and device.type == "cpu" and type(meter) is SilentMeter:
         # Nothing to move and nothing to count.
         return fetched
-    # No generators, because their frames would hold each micro-batch until the next one is there.
-    source = iter(partial(_next_uncounted, iter(fetched), meter), None)
-    return Twice(source, place) if twice else starmap(lambda batch, size: (place(batch), size), source)
+    source = iter(partial(fetch, iter(fetched)), None)
+    if not twice:
+        # No generator, whose frame would hold each micro-batch until the next one is there.
+        return starmap(lambda batch, size: (place(batch), size), source)
+    kept: list[tuple[Collated, int]] = []
 
+    def begin() -> Iterator[tuple[Collated, int]]:
+        for batch, size in kept[:]:
+            yield place(batch), size
+        for batch, size in source:
+            kept.append((batch, size))
+            yield place(batch), size
 
-def _next_uncounted(fetched: Iterator[tuple[Collated, int]], meter: Meter) -> tuple[Collated, int] | None:
-    """Return the next micro-batch, whose making is not counted; None after the last."""
-    with meter.uncounted():
-        return next(fetched, None)
-
-
-class HeldMicroBatches:
-    """Micro-batches of a step, each held until the next one is there, and the last until the step ends.
-
-    Loops by hand and of other libraries do so, because a variable of theirs has the micro-batch.
-
-    Args:
-        placed: each micro-batch on the device, with its number of samples.
-    """
-
-    def __init__(self, placed: Iterable[tuple[Collated, int]]) -> None:
-        self._left = iter(placed)
-
-    def __iter__(self) -> Iterator[tuple[Collated, int]]:
-        return self
-
-    def __next__(self) -> tuple[Collated, int]:
-        self._held = next(self._left)
-        return self._held
+    return Passes(begin)
 
 
 class Passes:
@@ -287,25 +230,15 @@ class Passes:
         return self._begin()
 
 
-class Twice:
-    """Micro-batches that can be iterated twice: fetched once, kept on the host, moved each time.
+def held(placed: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:
+    """Hold each micro-batch of a step until the next one is there, and the last as long as the iterator.
 
-    Args:
-        fetched: each micro-batch on the host, with its number of samples.
-        place: copies a micro-batch to the device.
+    Loops by hand and of other libraries do so, because a variable of theirs has the micro-batch.
     """
+    last: list[Any] = []
 
-    def __init__(
-        self, fetched: Iterable[tuple[Collated, int]], place: Callable[[Collated], Collated]
-    ) -> None:
-        self._fetched = iter(fetched)
-        self._place = place
-        self._kept: list[tuple[Collated, int]] = []
+    def hold(micro_batch: tuple[Collated, int]) -> tuple[Collated, int]:
+        last[:] = [micro_batch]
+        return micro_batch
 
-    def __iter__(self) -> Iterator[tuple[Collated, int]]:
-        """Yield micro-batches on the device: those that are kept, then those that are fetched and kept."""
-        for batch, size in self._kept[:]:
-            yield self._place(batch), size
-        for batch, size in self._fetched:
-            self._kept.append((batch, size))
-            yield self._place(batch), size
+    return map(hold, placed)

@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import Workload, kind_of
-from autobatch.workload.rng import (
-    preserved_generators,
-    preserved_random_state,
-    seed_everything,
-)
+from autobatch.workload.contract import Workload
+from autobatch.workload.rng import preserved_generators, preserved_random_state, seed_everything
 from autobatch.workload.user_code import user_code
 
 Integers = NDArray[np.int64]
@@ -35,7 +32,7 @@ Order: TypeAlias = Callable[[int], Sequence[int]]
 """Returns the samples of an epoch in order, always equally many."""
 ORDER_VERSION = 3
 """Version of the order of an epoch, kept in checkpoints. Raise it if `permutation` changes any order."""
-MOST_PASSES = 1000
+MOST_PASSES = 100
 """Times the size of the data above which a sampler counts as one that never ends."""
 
 
@@ -125,74 +122,51 @@ def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:
     count = len(workload.train_data)  # type: ignore[arg-type]
     if workload.sampler is None:
         return count, None
-    order = SamplerOrder(workload.sampler, count, seed)
-    return order.samples, order
+    order = sampler_order(workload.sampler, count, seed)
+    return len(order(0)), order
 
 
-class SamplerOrder:
-    """The order that a sampler of the user's draws for each epoch.
+def sampler_order(sampler: Iterable[Any], count: int, seed: int) -> Order:
+    """Return the order that a sampler of the user's draws for each epoch.
 
     Args:
         sampler: yields indices, or lists of indices.
         count: number of samples in the data.
         seed: of the run.
 
-    Raises:
-        InputError: the sampler never ends, yields nothing, or yields no index of the data.
+    Returns:
+        A function that raises `InputError` if the sampler never ends, yields nothing or no index of the data,
+        or has another number of samples in a later epoch.
     """
 
-    def __init__(self, sampler: Iterable[Any], count: int, seed: int) -> None:
-        self._sampler = sampler
-        self._count = count
-        self._seed = seed
-        self._last = 0, self._draw(0)
-        self.samples = len(self._last[1])
-        """Samples of an epoch."""
-
-    def __call__(self, epoch: int) -> list[int]:
-        """Return the samples of an epoch in order.
-
-        Raises:
-            InputError: the epoch has another number of samples than the first one.
-        """
-        if self._last[0] != epoch:
-            self._last = epoch, self._draw(epoch)
-        order = self._last[1]
-        if len(order) != self.samples:
-            raise InputError(
-                f"the sampler drew {len(order):,} samples in epoch {epoch + 1} and {self.samples:,} in epoch "
-                "1, so the steps of the run cannot be counted: let every epoch have the same number"
-            )
-        return order
-
-    def _draw(self, epoch: int) -> list[int]:
-        seed = mix_seed(self._seed, epoch)
-        limit = MOST_PASSES * self._count
-        with preserved_random_state(), preserved_generators(self._sampler, seed), user_code("sampler"):
-            seed_everything(seed % 2**32)
-            set_epoch = getattr(self._sampler, "set_epoch", None)
+    @lru_cache(maxsize=2)
+    def order(epoch: int) -> list[int]:
+        indices: list[int] = []
+        own_seed, limit = mix_seed(seed, epoch), MOST_PASSES * count
+        with preserved_random_state(), preserved_generators(sampler, own_seed), user_code("sampler"):
+            seed_everything(own_seed % 2**32)
+            set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-            indices = list(islice(_flat(self._sampler), limit + 1))
-        wrong = [str(index) for index in indices if not 0 <= index < self._count]
-        if len(indices) > limit or not indices or wrong:
-            what = wrong[0] if wrong else "no sample" if not indices else f"over {limit:,} samples"
+            for drawn in sampler:
+                indices += map(operator.index, drawn if isinstance(drawn, list | tuple) else [drawn])
+                if len(indices) > limit:
+                    break
+        wrong = [f"index {place}" for place in indices if not 0 <= place < count]
+        if wrong or not 0 < len(indices) <= limit:
+            what = wrong[0] if wrong else f"over {limit:,} samples" if indices else "no sample"
             raise InputError(
                 f"the sampler drew {what} in epoch {epoch + 1}: it must draw indices from 0 to "
-                f"{self._count - 1:,}, and end"
+                f"{count - 1:,}, and end"
+            )
+        if epoch and len(indices) != len(order(0)):
+            raise InputError(
+                f"the sampler drew {len(indices):,} samples in epoch {epoch + 1} and {len(order(0)):,} in "
+                "epoch 1, so the steps of the run cannot be counted: let every epoch have the same number"
             )
         return indices
 
-
-def _flat(sampler: Iterable[Any]) -> Iterator[int]:
-    """Yield the indices of a sampler, or of the batches of a batch sampler."""
-    for drawn in sampler:
-        if isinstance(drawn, list | tuple):
-            yield from map(int, drawn)
-        elif hasattr(drawn, "__index__"):
-            yield drawn.__index__()
-        else:
-            raise InputError(f"the sampler drew {kind_of(drawn)}: it must draw indices, or lists of indices")
+    return order
 
 
 def order_digest(order: Order) -> str:

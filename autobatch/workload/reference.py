@@ -6,7 +6,6 @@ every process alike. So a ``random_split`` or a ``random.shuffle`` there gives t
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -31,11 +30,13 @@ WorkloadSource = Workload | Callable[[], Workload] | str | None
 DEMO = "autobatch.workload.demo:workload"
 NAMED_MODEL = "hf:"
 """Begin of the name of a Hugging Face model, which ``estimate`` takes in place of a reference."""
-_NO_MODULE = "there is no module {!r} to import from {}"
 
 
 def find_workload(workload: object, seed: int = 0) -> Workload:
     """Return a workload: as it is, made by a function, named by a reference, or the demo for None.
+
+    A workload without a name takes the name of its function; that of its file if the function is called
+    ``workload``.
 
     Args:
         workload: a workload, a function that returns one, a reference, or None.
@@ -44,54 +45,39 @@ def find_workload(workload: object, seed: int = 0) -> Workload:
     Raises:
         InputError: the reference is invalid, or the value is no workload, function or reference.
     """
-    if isinstance(workload, Workload):
-        return workload
     if workload is None or isinstance(workload, str):
-        return _load(workload or DEMO, seed)
-    if not callable(workload) or is_model(workload):
-        kind = kind_of(workload)
-        if is_model(workload):
-            kind = "a model: give a function that builds it as Workload(model=…)"
-        raise InputError(
-            "the workload must be an autobatch.Workload, a function that returns one, or a reference, found "
-            f"{kind}"
-        )
-    name = getattr(workload, "__name__", type(workload).__name__)
-    return _call(workload, seed, f"function {name}", name)
+        place, name = check_reference(workload or DEMO)
+        with _seeded(seed):
+            module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        name = name or _only_workload_of(module, place)
+        if not hasattr(module, name):
+            raise InputError(f"{place} has no {name!r}, and {_listed(_functions_of(module))}")
+        found = _made(getattr(module, name), f"{name} in {place}", seed)
+        if found.name != Workload.name:
+            return found
+        # Two workloads of one file need two names, or they would share a cached limit; and so do the
+        # functions of two files, which are often called the same.
+        stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+        return replace(found, name=stem if name == Workload.name else name)
+    return _made(workload, getattr(workload, "__name__", "the workload"), seed)
 
 
-def _load(reference: str, seed: int) -> Workload:
-    """Import the module of a reference, and call its function.
+def _made(make: Any, name: str, seed: int) -> Workload:
+    """Return a workload as it is, or call the user's function with seeded generators.
 
-    A workload without a name takes the name of its function; that of its file if the function is called
-    ``workload``.
+    Raises:
+        InputError: it is neither, or the function returns something else.
     """
-    place, function = check_reference(reference)
-    with _seeded(seed):
-        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    function = function or _only_workload_of(module, place)
-    make = getattr(module, function, None)
-    if make is None:
-        names = _functions_of(module)
-        near = difflib.get_close_matches(function, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'no functions'}"
-        raise InputError(f"{place} has no {function!r}: {hint}")
     if isinstance(make, Workload):
         return make
+    if is_model(make):
+        raise InputError(f"{name} is a model: give a function that builds it as Workload(model=…)")
     if not callable(make):
-        raise InputError(f"{reference} is {kind_of(make)}, not a function or an autobatch.Workload")
-    workload = _call(make, seed, f"function {function} in {place}", reference)
-    if workload.name != Workload.name:
-        return workload
-    # Two workloads of one file need two names, or they would share a cached limit; and so do the functions
-    # of two files, which are often called the same.
-    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    return replace(workload, name=stem if function == Workload.name else function)
-
-
-def _call(make: Callable[[], Any], seed: int, part: str, name: str) -> Workload:
-    """Call the user's function with seeded generators, and check that it returns a `Workload`."""
-    with _seeded(seed), user_code(part):
+        raise InputError(
+            f"{name} must be an autobatch.Workload, a function that returns one, or a reference, found "
+            f"{kind_of(make)}"
+        )
+    with _seeded(seed), user_code(f"function {name}", make):
         made = make()
     if not isinstance(made, Workload):
         raise InputError(f"{name} returned {kind_of(made)}, not an autobatch.Workload")
@@ -128,54 +114,44 @@ def check_reference(reference: str) -> tuple[str, str]:
             "write a workload to run it"
         )
     place, colon, function = reference.rpartition(":") if ":" in reference else (reference, "", "")
-    if not place or (colon and not function):
-        raise InputError(
-            f"{reference!r} is not a workload: write file.py, path/to/file.py:function or module:function"
-        )
-    if place.endswith(".py"):
+    if place.endswith(".py") and (function or not colon):
         if not os.path.isfile(place):
             raise InputError(f"there is no file {cut(place, LONGEST_VALUE)} (looked from {Path.cwd()})")
         return place, function
-    if os.path.isfile(place) or not all(part.isidentifier() for part in place.split(".")):
-        kind = "Python file" if os.path.isfile(place) else "module"
+    if not all(part.isidentifier() for part in place.split(".")) or (colon and not function):
         raise InputError(
-            f"{place!r} is not a {kind}: write file.py, path/to/file.py:function or module:function"
+            f"{reference!r} is not a workload: write file.py, path/to/file.py:function or module:function"
         )
     _make_importable(Path.cwd())
     package = place.partition(".")[0]
     if package not in sys.modules and importlib.util.find_spec(package) is None:
-        raise InputError(_NO_MODULE.format(place, Path.cwd()))
+        raise InputError(f"there is no module {place!r} to import from {Path.cwd()}")
     return place, function
 
 
 def _only_workload_of(module: Any, place: str) -> str:
     """Return the name of the workload of a module that a reference does not name.
 
-    It is ``workload``, else the only function that states to return a `Workload`, else the only `Workload`.
+    It is ``workload``, else the only function that states to return a `Workload`, or the only `Workload`.
 
     Raises:
         InputError: there is none, or there are several.
     """
     names = _functions_of(module)
-    if Workload.name in names:
-        return Workload.name
-    stated = [name for name in names if _states_workload(getattr(module, name))]
-    made = [name for name in names if isinstance(getattr(module, name), Workload)]
-    for candidates in (stated, made):
-        if len(candidates) == 1:
-            return candidates[0]
-    several = stated or made or names
-    found_words = f"it has {', '.join(several)}" if several else "it has no functions"
-    raise InputError(
-        f"{place} has no function named {Workload.name}, and {found_words}: write {place}:FUNCTION, or "
-        f"rename the function that returns the Workload to {Workload.name}"
-    )
+    candidates = [name for name in names if _states_workload(getattr(module, name))]
+    if Workload.name not in names and len(candidates) != 1:
+        raise InputError(
+            f"{place} has no function named {Workload.name}, and {_listed(candidates or names)}: write "
+            f"{place}:FUNCTION, or rename the function that returns the Workload to {Workload.name}"
+        )
+    return Workload.name if Workload.name in names else candidates[0]
 
 
 def _states_workload(value: object) -> bool:
-    """Return whether a function is annotated to return a `Workload`, as a class or as text."""
+    """Check for a `Workload`, or a function that is annotated to return one, as a class or as text."""
     stated = getattr(value, "__annotations__", {}).get("return")
-    return str(getattr(stated, "__name__", stated)).rpartition(".")[2] == Workload.__name__
+    name = str(getattr(stated, "__name__", stated)).rpartition(".")[2]
+    return isinstance(value, Workload) or name == Workload.__name__
 
 
 def _functions_of(module: Any) -> list[str]:
@@ -183,22 +159,18 @@ def _functions_of(module: Any) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (
-            isinstance(value, Workload) or (inspect.isfunction(value) and value.__module__ == module.__name__)
-        )
+        if isinstance(value, Workload) or (inspect.isfunction(value) and value.__module__ == module.__name__)
     ]
 
 
+def _listed(names: list[str]) -> str:
+    return f"it has {', '.join(names) or 'no functions'}"
+
+
 def _load_module(name: str) -> Any:
-    try:
-        # This imports the parent packages, which are user code too.
-        with user_code(f"module {name}"):
-            return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise InputError(_NO_MODULE.format(name, Path.cwd())) from None
+    # This imports the parent packages, which are user code too.
+    with user_code(f"module {name}"):
+        return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> Any:
@@ -210,8 +182,8 @@ def _load_file(path: Path) -> Any:
         return known
     name = path.stem if known is None else f"{path.stem}_workload"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} is not a Python file")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -234,13 +206,9 @@ def shared_model_notes(workload: Workload, model: nn.Module) -> list[str]:
         names = inspect.getclosurevars(inspect.unwrap(workload.model))
     except TypeError:  # a class, or a partial function
         return []
-    for name, value in {**names.globals, **names.nonlocals}.items():
-        held = {name: value} | {f"{name}.{key}": own for key, own in getattr(value, "__dict__", {}).items()}
-        for path, candidate in held.items():
-            if candidate is model:
-                return [
-                    f"Workload(model=…) hands out a model that exists already ({path}): the run trains it in "
-                    "place, and the next run starts from its weights. Build the model in the function for a "
-                    "fresh start"
-                ]
-    return []
+    return [
+        f"Workload(model=…) hands out a model that exists already ({name}): the run trains it in place, and "
+        "the next run starts from its weights. Build the model in the function for a fresh start"
+        for name, value in {**names.globals, **names.nonlocals}.items()
+        if value is model
+    ]

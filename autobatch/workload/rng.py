@@ -7,6 +7,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -68,17 +69,9 @@ def plain_random_state(state: RandomState | None = None) -> dict[str, Any]:
 
 
 def random_state_of(plain: Mapping[str, Any]) -> RandomState:
-    """Return the states that `plain_random_state` returned.
-
-    Raises:
-        ValueError: a state has no such form.
-        TypeError: a state has no such form.
-    """
+    """Return the states that `plain_random_state` returned."""
     version, words, gauss = plain["python"]
     kind, numbers, *place = plain["numpy"]
-    for tensor in (plain["torch"], *plain["cuda"]):
-        if not isinstance(tensor, Tensor) or tensor.dtype != torch.uint8:
-            raise TypeError(f"the state of a generator of torch is {tensor!r:.60}, and no bytes")
     return RandomState(
         python=(version, tuple(words), gauss),
         numpy=(kind, np.array(numbers, np.uint32), *place),
@@ -98,19 +91,14 @@ def restore_random_state(state: RandomState) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all generators."""
-    random.seed(seed)
-    seed_torch(seed)
-    np.random.seed(seed % 2**32)
-
-
-def seed_torch(seed: int) -> None:
-    """Seed torch's generators of the CPU and of all GPUs.
+    """Seed all generators.
 
     In a process that has not used CUDA, `torch.manual_seed` formats and keeps three stack traces in each call
     (``_lazy_call`` in torch/cuda/__init__.py, and its like for XPU and MTIA), which takes a hundred times as
     long as the seeding.
     """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
@@ -159,40 +147,33 @@ def preserved_generators(owner: object, seed: int | None = None) -> Iterator[Non
         owner: the object.
         seed: to seed them with within the block; None to leave them as they are.
     """
-    held = list(_generators_within(owner))
-    states = [_ACCESS[kind][0](generator) for kind, generator in held]
+    undo: list[Callable[[], object]] = []
+    for generator in _generators_within(owner):
+        if isinstance(generator, random.Random):
+            undo.append(partial(generator.setstate, generator.getstate()))
+            if seed is not None:
+                generator.seed(seed)
+        elif isinstance(generator, torch.Generator):
+            undo.append(partial(generator.set_state, generator.get_state()))
+            if seed is not None:
+                generator.manual_seed(seed)
+        else:
+            bits = generator.bit_generator
+            undo.append(partial(setattr, bits, "state", bits.state))
+            if seed is not None:
+                bits.state = type(bits)(seed).state
     try:
-        if seed is not None:
-            for kind, generator in held:
-                _ACCESS[kind][2](generator, seed)
         yield
     finally:
-        for (kind, generator), state in zip(held, states, strict=True):
-            _ACCESS[kind][1](generator, state)
+        for restore in undo:
+            restore()
 
 
-_ACCESS: dict[
-    type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Callable[[Any, int], object]]
-] = {
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed),
-    random.Random: (random.Random.getstate, random.Random.setstate, random.Random.seed),
-    np.random.Generator: (
-        lambda generator: generator.bit_generator.state,
-        lambda generator, state: setattr(generator.bit_generator, "state", state),
-        lambda generator, seed: setattr(
-            generator.bit_generator, "state", type(generator.bit_generator)(seed).state
-        ),
-    ),
-}
-"""Functions that read the state of a kind of generator, restore it, and seed it."""
-
-
-def _generators_within(owner: Any, depth: int = 0) -> Iterator[tuple[type, Any]]:
-    """Yield the generators within an object, each with its kind."""
+def _generators_within(owner: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the generators within an object."""
     held = owner if isinstance(owner, list | tuple) and depth else getattr(owner, "__dict__", {}).values()
     for value in islice(held, MOST_HELD):
-        kind = next((kind for kind in _ACCESS if isinstance(value, kind)), None)
-        if kind is not None:
-            yield kind, value
+        if isinstance(value, torch.Generator | random.Random | np.random.Generator):
+            yield value
         elif depth < HELD_DEPTH and not isinstance(value, Tensor | type):
             yield from _generators_within(value, depth + 1)

@@ -10,19 +10,18 @@ its draws depend on nothing but how much was read. Reading it again from its sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import BatchFunction, Workload, is_stream, kind_of
+from autobatch.workload.contract import Workload, is_stream, kind_of
 from autobatch.workload.data_digest import digest_of
-from autobatch.workload.nested import rows_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import (
     RandomState,
@@ -33,14 +32,12 @@ from autobatch.workload.rng import (
     restore_random_state,
     seed_generators,
 )
-from autobatch.workload.user_code import place_of, user_code
+from autobatch.workload.user_code import user_code
 
 SCAN = 1000
 """Samples that a plan looks at."""
 IN_STREAM = -2
 """Takes the place of a batch in the seed of an epoch of a stream."""
-IN_FUNCTION = -3
-"""Takes the place of a batch in the seed of a batch of a user's function."""
 END = object()
 """Takes the place of a sample at the end of an epoch."""
 ENDLESS = 2**62
@@ -61,25 +58,19 @@ class Prefix(list[Any]):
     """True if the stream ends after them."""
 
 
-def scanned(workload: Workload, target_batch: int | None = None, most: int | None = None) -> Workload:
+def scanned(workload: Workload, most: int | None = None) -> Workload:
     """Return a workload whose data are the first samples of its stream; another workload stays as it is.
 
-    At most ``most`` samples are read, and a `BatchFunction` is asked for at most ``target_batch`` of them.
+    At most ``most`` samples are read.
 
     Raises:
         InputError: the stream has no sample.
     """
-    stream: Any = workload.train_data
-    if not is_stream(stream):
+    if not is_stream(workload.train_data):
         return workload
     most = most or SCAN
     with preserved_random_state():
-        if isinstance(stream, BatchFunction):
-            function = FunctionReader(stream, min(most, target_batch or most))
-            samples: Iterator[Any] = (row for step in count() for row in function.draw(step))
-        else:
-            samples = StreamReader(stream).epoch()
-        first = list(islice(samples, most + 1))
+        first = list(islice(StreamReader(workload.train_data).epoch(), most + 1))
     prefix = Prefix(first[:most])
     prefix.is_all = len(first) <= most
     return replace(workload, train_data=prefix)
@@ -90,14 +81,13 @@ def is_open_ended(data: object) -> bool:
     return isinstance(data, Prefix) and not data.is_all
 
 
-def stream_notes(data: Any, *, repeats: bool = True) -> list[str]:
-    """Return a remark on what a plan has seen of a stream; ``repeats`` if the loop runs a step again."""
+def stream_notes(data: Any) -> list[str]:
+    """Return a remark on what a plan has seen of a stream."""
     if not is_open_ended(data):
         return []
-    then = "; a step that runs out of memory runs again in smaller micro-batches" if repeats else ""
     return [
         f"the data are a stream: this is planned from its first {len(data):,} samples. A larger sample may "
-        f"come later{then}"
+        "come later"
     ]
 
 
@@ -105,108 +95,40 @@ def count_samples(stream: Any) -> tuple[int, list[str]]:
     """Read a stream once to its end; return the number of samples, and a remark if it says another one.
 
     Raises:
-        InputError: it has no sample, or a `BatchFunction` has no end.
+        InputError: it has no sample.
     """
-    if isinstance(stream, BatchFunction):
-        raise InputError(
-            "a BatchFunction has no end, so its run cannot be counted in epochs: give the number of "
-            "optimizer steps (--steps N)"
-        )
     with preserved_random_state():
         samples = sum(1 for _ in StreamReader(stream).epoch())
-    try:
-        said = len(stream)
-    except TypeError:  # also torch's own way to say that the length is unknown
-        said = samples
-    if said == samples:
-        return samples, []
-    return samples, [f"the __len__ of the stream says {said:,}, and {samples:,} came: an epoch has these"]
-
-
-class Reader(Protocol):
-    """The samples of a run over a stream, read forward and only once."""
-
-    def read(self, number: int) -> list[Any]:
-        """Return the next samples, as many as one batch has."""
-
-    def skip(self, samples: int) -> None:
-        """Go on after so many samples."""
-
-    def read_with(self, **workers: Any) -> None:
-        """Read with loader processes, given as arguments of a ``DataLoader``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the stream, and the stream's own state if it has one."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Continue after a state, and return in words how the place was found."""
-
-
-class FunctionReader:
-    """The batches of a function of the user's, one of ``size`` samples per optimizer step, without an end."""
-
-    def __init__(self, data: BatchFunction, size: int, seed: int = 0) -> None:
-        self._data, self._size, self._seed = data, size, seed
-        self._step = 0
-        """The next optimizer step."""
-
-    def draw(self, step: int) -> list[Any]:
-        """Return the samples of an optimizer step. The generators outside stay as they are.
-
-        Raises:
-            InputError: the function returned no batch of the size that it was asked for.
-        """
-        outside = capture_random_state()._replace(cuda=[])
-        seed_generators(self._seed, IN_FUNCTION, step, 0)
-        try:
-            with user_code("train_data"):
-                batch = self._data.function(self._size, step)
-        finally:
-            restore_random_state(outside)
-        try:
-            rows = rows_of(batch)
-        except InputError as error:
-            raise InputError(
-                f"a batch of {self._data} cannot be taken apart into samples: {error}. Let each part of a "
-                "batch have one row per sample"
-            ) from None
-        if len(rows) != self._size:
-            raise InputError(
-                f"{self._data} was asked for {self._size:,} samples and returned {len(rows):,}: make a batch "
-                "of the size that it gets as its first argument"
-            )
-        return rows
-
-    def read(self, number: int) -> list[Any]:
-        """See `Reader.read`. The last batch of a run may have fewer samples than the function makes."""
-        self._step += 1
-        return self.draw(self._step - 1)[:number]
-
-    def skip(self, samples: int) -> None:
-        """See `Reader.skip`. Nothing is made."""
-        self._step = samples // self._size
-
-    def read_with(self, **workers: Any) -> None:
-        """Do nothing: no loader process calls the function."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Reader.state_dict`."""
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """See `Reader.load_state_dict`."""
-        self._step = state["step"]
-        return []
+    with suppress(TypeError):  # also torch's own way to say that the length is unknown
+        if len(stream) != samples:
+            said = f"the __len__ of the stream says {len(stream):,}"
+            return samples, [f"{said}, and {samples:,} came: an epoch has these"]
+    return samples, []
 
 
 class StreamReader:
-    """The samples of a stream of the user's, over all epochs."""
+    """The samples of a stream of the user's over all epochs, read forward and only once.
 
-    def __init__(self, stream: Any, seed: int = 0) -> None:
-        self._stream, self._seed = stream, seed
+    Args:
+        stream: the user's.
+        seed: of the run.
+        share: gives what rank 0 has read to all ranks, which call it together; None for one process.
+        reads: False for all ranks but 0.
+    """
+
+    def __init__(
+        self,
+        stream: Any,
+        seed: int = 0,
+        *,
+        share: Callable[[list[Any]], list[Any]] | None = None,
+        reads: bool = True,
+    ) -> None:
+        self._stream, self._seed, self._share, self._reads = stream, seed, share, reads
+        self.workers: dict[str, Any] = {}
+        """Loader processes that read, as arguments of a ``DataLoader``; empty for none."""
         self._random: RandomState | None = None
         """The generators as the stream left them; None before its first epoch begins."""
-        self._workers: dict[str, Any] = {}
         self._looked_at: list[tuple[str, str]] = []
         """Digests of the first samples of an epoch that loader processes read, in their turns."""
         self._source: Any = None
@@ -237,26 +159,25 @@ class StreamReader:
         self._reader, self._epoch, self._in_epoch = None, self._epoch + 1, 0
 
     def read(self, number: int) -> list[Any]:
-        """See `Reader.read`.
+        """Return the next samples, as many as one batch has.
 
         Raises:
             InputError: the stream yields nothing.
         """
-        with self._drawing():
-            return self._take(number)
+        samples: list[Any] = []
+        if self._reads:
+            with self._drawing():
+                samples = self._take(number)
+        return samples if self._share is None else self._share(samples)
 
     def skip(self, samples: int) -> None:
-        """See `Reader.skip`. They are read and dropped."""
+        """Read samples, and drop them."""
         with self._drawing():
-            for _ in range(samples):
+            for _ in range(samples if self._reads else 0):
                 self._take(1)
 
-    def read_with(self, **workers: Any) -> None:
-        """See `Reader.read_with`."""
-        self._workers = workers
-
     def state_dict(self) -> dict[str, Any]:
-        """See `Reader.state_dict`."""
+        """Return the place in the stream, and the stream's own state if it has one."""
         saved = getattr(self._source, "state_dict", None)
         own = saved() if callable(saved) else None
         # Without a state of its own, a stream is read again from its start, where it is seeded.
@@ -264,7 +185,9 @@ class StreamReader:
         return {"epoch": self._epoch, "in_epoch": self._in_epoch, "own": own, "random": random}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """See `Reader.load_state_dict`."""
+        """Continue after a state, and return in words how the place was found."""
+        if not self._reads:
+            return ["rank 0 reads the stream"]
         self._epoch, self._in_epoch, self._reader = state["epoch"], 0, None
         with self._drawing():
             if self._begin_epoch(state["own"]):
@@ -272,8 +195,7 @@ class StreamReader:
                 if state["random"] is not None:
                     restore_random_state(random_state_of(state["random"]))
                 return ["the stream continues from its own state"]
-            for _ in range(state["in_epoch"]):
-                self._take(1)
+        self.skip(state["in_epoch"])
         return [
             f"the stream has no state_dict, so its first {state['in_epoch']:,} samples were read again and "
             "skipped"
@@ -299,7 +221,7 @@ class StreamReader:
         Raises:
             InputError: each process yields the same samples.
         """
-        processes = self._workers.get("num_workers", 0)
+        processes = self.workers.get("num_workers", 0)
         if processes < 2 or self._in_epoch > processes * COMPARED:
             return
         self._looked_at.append(digest_of(sample))
@@ -315,7 +237,7 @@ class StreamReader:
         """Begin to read the current epoch; return whether the stream continued from its ``own`` state."""
         self._looked_at = []
         seed_generators(self._seed, IN_STREAM, self._epoch, 0)
-        with user_code("train_data"):
+        with user_code("train_data", self._stream):
             self._source = self._open()
             load: Any = getattr(self._source, "load_state_dict", None)
             continues = own is not None and callable(load)
@@ -347,15 +269,22 @@ class StreamReader:
         if callable(set_epoch):
             set_epoch(self._epoch)
         if not hasattr(source, "__iter__"):
-            source = _made_by(source)
-        if self._workers:
+            source = source()
+            is_row = isinstance(source, tuple) and any(isinstance(part, Tensor) for part in source)
+            if isinstance(source, Mapping) or is_row:
+                raise InputError(
+                    f"the function of Workload(train_data=…) returned {kind_of(source)} of {len(source)} "
+                    "parts, which looks like a batch: write a function that yields its samples, for example "
+                    "with `while True: yield from zip(*get_batch())`"
+                )
+        if self.workers:
             if not isinstance(source, IterableDataset):
                 raise InputError(
-                    f"loader processes (--workers {self._workers['num_workers']}) cannot share the samples "
-                    f"of {kind_of(source)}{place_of(source)}: use --workers 0, or an IterableDataset"
+                    f"loader processes (--workers {self.workers['num_workers']}) cannot share the samples of "
+                    f"{kind_of(source)}: use --workers 0, or an IterableDataset"
                 )
             # torch's default would turn its arrays into tensors.
-            source = DataLoader(source, batch_size=None, collate_fn=unchanged, **self._workers)
+            source = DataLoader(source, batch_size=None, collate_fn=unchanged, **self.workers)
         return source
 
 
@@ -363,7 +292,7 @@ class StreamReader:
 class StreamSampler(GlobalBatchSampler):
     """The batches of a run over a stream: the places of its samples, in order."""
 
-    reader: Reader
+    reader: StreamReader
     held: dict[int, Any] = field(default_factory=dict)
     """Samples of the current batch by their places, in place of the training data."""
 
@@ -383,7 +312,7 @@ class StreamSampler(GlobalBatchSampler):
         return self.reader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
-        """See `Reader.load_state_dict`."""
+        """See `StreamReader.load_state_dict`."""
         assert state is not None
         return self.reader.load_state_dict(state)
 
@@ -391,19 +320,3 @@ class StreamSampler(GlobalBatchSampler):
 def unchanged(sample: Any) -> Any:
     """Return a sample or a micro-batch unchanged; torch's default would turn its arrays into tensors."""
     return sample
-
-
-def _made_by(function: Any) -> Any:
-    """Return the iterable that a function makes for an epoch.
-
-    Raises:
-        InputError: it returns a batch.
-    """
-    made = function()
-    if isinstance(made, Mapping) or (isinstance(made, tuple) and any(isinstance(p, Tensor) for p in made)):
-        raise InputError(
-            f"the function of Workload(train_data=…){place_of(function)} returned {kind_of(made)} of "
-            f"{len(made)} parts, which looks like a batch, and not like an iterable of samples: write "
-            "train_data=autobatch.BatchFunction(lambda size, step: …)"
-        )
-    return made

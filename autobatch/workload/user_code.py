@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 from autobatch.core.errors import AutobatchError, InputError, UserCodeError
@@ -39,13 +37,14 @@ class user_code:  # noqa: N801 - reads as a statement; a generator would cost mo
 def mark_user_error(error: BaseException, part: str, function: object = None) -> None:
     """Add a note (PEP 678) that ``part`` of the workload raised the error, unless it has one or is ours.
 
-    If it is ours, the note has the line of the function, whose result was refused.
+    The note has the line of the function if its result was refused, or if it takes other arguments.
     """
-    place = place_of(function) if type(error) is InputError else ""
-    if place and not remarks_on(error):
+    place = place_of(function)
+    if type(error) is InputError and place and not remarks_on(error):
         error.add_note(f"look at the workload's {part}{place}")
     if not isinstance(error, AutobatchError) and failed_part(error) is None:
-        error.add_note(_MARK + part)
+        # An error of the call itself has no line of the user's yet.
+        error.add_note(_MARK + part + (place if user_frame(error) is None else ""))
 
 
 def failed_part(error: BaseException) -> str | None:
@@ -89,43 +88,10 @@ def to_picklable(error: BaseException) -> AutobatchError:
     return carried
 
 
-def place_of(value: object) -> str:
-    """Return the file and line of a function, generator or object's class in brackets; empty if unknown."""
-    of_class = getattr(*((value, "__init__") if isinstance(value, type) else (type(value), "__iter__")), None)
-    called = getattr(value, "forward", None) or getattr(type(value), "__call__", None)  # noqa: B004
-    for function in (value, getattr(value, "func", None), of_class, called):
-        code = getattr(function, "__code__", None) or getattr(function, "gi_code", None)
-        if code is not None:
-            return f" ({code.co_filename}:{code.co_firstlineno})"
-    return ""
-
-
-def check_takes(function: Callable[..., object], whose: str, *names: str) -> None:
-    """Check that a function can be called with arguments of these names, without calling it.
-
-    Args:
-        function: the user's.
-        whose: names it in the message.
-        names: of the arguments; ``steps_per_epoch`` is given by its name.
-
-    Raises:
-        InputError: it takes others; names its line.
-    """
-    # A module itself takes anything.
-    called = function if isinstance(function, type) else getattr(function, "forward", function)
-    by_name = [name for name in names if name == "steps_per_epoch"]
-    try:
-        # A wrapper may take other arguments than what it wraps.
-        signature = inspect.signature(called, follow_wrapped=False)
-    except (TypeError, ValueError):  # a built-in function, which does not tell
-        return
-    try:
-        signature.bind(*names[: len(names) - len(by_name)], **dict.fromkeys(by_name))
-    except TypeError as error:
-        raise InputError(
-            f"{whose} is called with ({', '.join(names)}), found a function{place_of(function)} that does "
-            f"not take these: {error}"
-        ) from None
+def place_of(function: object) -> str:
+    """Return the file and line of a function in brackets; empty for anything else."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
 
 
 def user_frame(error: BaseException) -> str | None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import autobatch
-from autobatch.distributed.shared_stream import SharedReader, split_note
-from autobatch.workload.streams import StreamReader
+from autobatch.distributed.shared_stream import open_sampler, split_note
+from autobatch.workload.streams import StreamSampler
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.training import apart, fingerprint, make_workload, points, weights
@@ -37,24 +37,16 @@ class InOrder(IterableDataset[Any]):
         return (data[place] for place in range(23))
 
 
-def drawn(size: int, step: int) -> tuple[Tensor, ...]:
-    """Draw the batch of a step with the default generators."""
-    data = points(23)
-    ids = (torch.randint(23, (size,)) + step) % 23
-    return tuple(torch.stack(column) for column in zip(*(data[int(one)] for one in ids), strict=True))
-
-
-def fit(stream: str, out: str, options: dict[str, Any]) -> tuple[str, list[float], list[str]]:
+def fit(out: str, options: dict[str, Any]) -> tuple[str, list[float], list[str]]:
     """Train on a stream; return the fingerprint and the values of the weights, and the notes."""
     torch.set_num_threads(1)
-    data = {"in order": InOrder(), "function": autobatch.BatchFunction(drawn)}[stream]
     notes: list[str] = []
 
     class Noting(autobatch.Progress):
         def note(self, line: str) -> None:
             notes.append(line)
 
-    workload = make_workload(train_data=data, name="stream")
+    workload = make_workload(train_data=InOrder(), name="stream")
     result = autobatch.fit(workload, out=out, progress=Noting(), **{**COMMON, **options})
     assert result.model is not None
     return fingerprint(result.model), weights(result.model).tolist(), notes
@@ -62,19 +54,15 @@ def fit(stream: str, out: str, options: dict[str, Any]) -> tuple[str, list[float
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("stream", "options", "world"),
-    [
-        ("in order", {"steps": 4}, 2),
-        ("function", {"steps": 4}, 2),
-        pytest.param("in order", {"epochs": 2}, 3, marks=pytest.mark.slow),
-    ],
+    ("options", "world"),
+    [({"steps": 4}, 2), pytest.param({"epochs": 2}, 3, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_ranks_train_on_the_stream_of_one_process(
-    server: RankServer, tmp_path: Path, stream: str, options: dict[str, Any], world: int
+    server: RankServer, tmp_path: Path, options: dict[str, Any], world: int
 ) -> None:
-    _, expected, _ = fit(stream, str(tmp_path / "alone"), {**options, "trials": 0})
-    found = server.values(fit, stream, str(tmp_path / "run"), options, world=world)
+    _, expected, _ = fit(str(tmp_path / "alone"), {**options, "trials": 0})
+    found = server.values(fit, str(tmp_path / "run"), options, world=world)
     assert len({one[0] for one in found}) == 1
     assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
     assert not any("split by rank" in line for line in found[0][2])
@@ -83,11 +71,11 @@ def test_ranks_train_on_the_stream_of_one_process(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_resumes_in_the_stream_on_another_number_of_ranks(server: RankServer, tmp_path: Path) -> None:
-    _, expected, _ = fit("in order", str(tmp_path / "alone"), {"steps": 6, "trials": 0})
+    _, expected, _ = fit(str(tmp_path / "alone"), {"steps": 6, "trials": 0})
     out = str(tmp_path / "run")
-    server.values(fit, "in order", out, {"steps": 2}, world=3)
-    server.values(fit, "in order", out, {"steps": 4, "resume": True}, world=2)
-    _, found, _ = fit("in order", out, {"steps": 6, "resume": True, "trials": 0})
+    server.values(fit, out, {"steps": 2}, world=3)
+    server.values(fit, out, {"steps": 4, "resume": True}, world=2)
+    _, found, _ = fit(out, {"steps": 6, "resume": True, "trials": 0})
     assert apart(torch.tensor(found), torch.tensor(expected)) < 1e-12
 
 
@@ -99,8 +87,10 @@ def send_samples() -> tuple[bool, int]:
         {"text": "a", "more": (np.float32(0.5), fractions.Fraction(1, 3), None)},
         torch.zeros(1000, 1000)[3],
     ]
-    reader = SharedReader(StreamReader(lambda: iter(samples)), group)
-    tensors, plain, row = reader.read(3)
+    lengths = {"target_batch": 3, "seed": 0, "steps": 1, "epochs": None}
+    sampler = open_sampler(make_workload(), lambda: iter(samples), group, **lengths)
+    assert isinstance(sampler, StreamSampler)
+    tensors, plain, row = sampler.reader.read(3)
     note = split_note(group.rank, group)
     group.close()
     is_same = all(map(torch.equal, tensors, samples[0])) and plain == samples[1]  # type: ignore[arg-type]

@@ -62,7 +62,6 @@ def test_the_plan_is_what_the_library_runs() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"loss": nn.CrossEntropyLoss()}, "takes outputs and targets"),
         ({"where": "mps"}, "trains on mps"),
         ({"mixed_precision": "fp8"}, "no, bf16, fp16 of accelerate, found fp8"),
         ({"loader": ROWS}, "batch size of a list cannot be changed"),

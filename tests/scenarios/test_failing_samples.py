@@ -40,7 +40,7 @@ class FetchingMany(Samples):
     ("data", "options", "place"),
     [
         (Samples(), {"workers": 2}, "train_data[23]"),
-        (FetchingMany(), {}, "train_data[23]"),
+        (FetchingMany(), {}, "train_data"),
         (Subset(Samples(), range(31, -1, -1)), {}, "train_data[8]"),
         (lambda: map(sample, range(32)), {"scan": 16}, "train_data at position 23"),
         (lambda: map(sample, range(32)), {}, "train_data at position 23"),

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import autobatch
-from autobatch import BatchFunction, FitResult, InputError, Workload
-from autobatch.workload.order import SamplerOrder
+from autobatch import FitResult, InputError, Workload
+from autobatch.workload.order import sampler_order
 from tests.support.libraries import installed
 from tests.support.training import make_workload, mean_loss, network, points, weights
 
@@ -73,7 +71,7 @@ def weighted(*given: float, workers: int = 0) -> Workload:
 def test_the_batches_are_those_of_the_sampler(tmp_path: Path, workers: int) -> None:
     workload = weighted(1.0, 9.0, workers=workers)
     result = fit(workload, tmp_path / "run", steps=5, seed=3)
-    order = SamplerOrder(workload.sampler or (), SAMPLES, 3)
+    order = sampler_order(workload.sampler or (), SAMPLES, 3)
     drawn = [*order(0), *order(1)]
     assert result.plan.accumulation_steps == 2
     assert_trained(result, by_hand((batch_of(drawn[6 * step : 6 * step + 6]) for step in range(5)), seed=3))
@@ -86,42 +84,6 @@ def test_a_resumed_run_goes_on_with_the_same_samples_and_no_other_sampler(tmp_pa
         fit(weighted(9.0, 1.0), tmp_path / "parts", steps=6, resume=True)
     parts = fit(weighted(1.0, 9.0), tmp_path / "parts", steps=6, resume=True)
     assert torch.equal(weights(parts.model), weights(whole.model))
-
-
-class Neighbours(NamedTuple):
-    """Nodes that a sampler of torch_geometric draws: the first ones are asked for, then their neighbours."""
-
-    nodes: Tensor
-    seeds: int
-
-
-class NodeLoader(DataLoader[Any]):
-    """A loader of subgraphs that joins features after its collate function, as torch_geometric's does."""
-
-    def __init__(self, filter_per_worker: bool) -> None:
-        self.filter_per_worker = filter_per_worker
-        super().__init__(range(SAMPLES), collate_fn=self.collate_fn, batch_size=4)  # type: ignore[arg-type]
-
-    def collate_fn(self, index: list[int]) -> Any:
-        drawn = torch.randint(SAMPLES, (len(index), 3))[torch.rand(len(index), 3) < 0.5]
-        found = Neighbours(torch.cat([torch.tensor(index), drawn]), len(index))
-        return self.filter_fn(found) if self.filter_per_worker else found
-
-    def filter_fn(self, found: Neighbours) -> dict[str, Any]:
-        inputs, labels = POINTS.columns
-        return {"x": inputs[found.nodes], "y": labels[found.nodes], "batch_size": found.seeds}
-
-
-@pytest.mark.parametrize("filter_per_worker", [True, False])
-def test_nodes_with_neighbours_drawn_at_random_are_trained(tmp_path: Path, filter_per_worker: bool) -> None:
-    """Neighbours take memory and add nothing to the loss, so that batches by hand have the same weights."""
-
-    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        size, found = batch["batch_size"], model(batch["x"])
-        return nn.functional.cross_entropy(found[:size], batch["y"][:size])
-
-    result = fit(from_loader(NodeLoader(filter_per_worker), loss=loss), tmp_path / "run", steps=5)
-    assert_trained(result, by_hand(in_order(5)))
 
 
 def test_the_averaged_weights_of_a_schedule_free_optimizer_are_validated_and_exported(tmp_path: Path) -> None:
@@ -238,47 +200,6 @@ def test_a_resumed_run_has_the_same_weights_and_says_how_it_found_its_place(
     assert words in caplog.text
 
 
-# Functions of a batch.
-
-
-def by_step(size: int, step: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(step)
-    return batch_of(torch.randint(SAMPLES, (size,), generator=generator).tolist())
-
-
-def test_a_batch_function_is_asked_once_per_step_and_trained_as_one_whole_batch(tmp_path: Path) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def noted(size: int, step: int) -> tuple[Tensor, ...]:
-        asked.append((size, step))
-        return by_step(size, step)
-
-    result = fit(make_workload(train_data=BatchFunction(noted)), tmp_path / "run", steps=5)
-    assert result.plan.accumulation_steps == 2
-    assert asked[-5:] == [(6, step) for step in range(5)]
-    assert_trained(result, by_hand(by_step(6, step) for step in range(5)))
-
-
-def test_draws_of_a_batch_function_depend_on_the_seed_and_the_step_alone(tmp_path: Path) -> None:
-    def by_draws(size: int, step: int) -> dict[int, Any]:
-        """Draw with the default generators, as nanoGPT does, into another container."""
-        inputs, labels = batch_of(torch.randint(SAMPLES, (size,)).tolist())
-        noise = np.random.rand(size, 1) + random.random()
-        return {0: inputs + torch.from_numpy(noise), 1: labels}
-
-    def trained(steps: int, out: str, **options: Any) -> Tensor:
-        data = make_workload(
-            train_data=BatchFunction(by_draws),
-            loss=lambda model, batch: mean_loss(model, (batch[0], batch[1])),
-        )
-        return weights(fit(data, tmp_path / out, steps=steps, **options).model)
-
-    whole = trained(5, "whole")
-    trained(2, "parts")
-    assert torch.equal(trained(5, "parts", resume=True), whole)
-    assert not torch.equal(trained(5, "other", seed=1), whole)
-
-
 def test_the_limit_is_that_of_the_same_samples_with_an_index(scan: Any) -> None:
     scan(64)
     data = points(64)
@@ -290,4 +211,4 @@ def test_the_limit_is_that_of_the_same_samples_with_an_index(scan: Any) -> None:
 
     indexed = probe(data)
     assert indexed[1] == "memory"
-    assert probe(BatchFunction(lambda size, step: tuple(one[:size] for one in data.columns))) == indexed
+    assert probe(lambda: (data[index % 64] for index in count())) == indexed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autobatch
-from autobatch import InputError, Interrupted, Progress, StepRecord
+from autobatch import Interrupted, Progress, StepRecord
 from autobatch.training.run import train
 from tests.support.faults import stateful
 from tests.support.rank_server import RankServer
@@ -53,8 +53,6 @@ def test_what_a_rule_raises_is_the_users_own_and_comes_after_a_checkpoint(tmp_pa
         )
     assert "raised by the workload: until" in caught.value.__notes__[0]
     assert saved_steps(tmp_path) == [1]
-    with pytest.raises(InputError, match="record"):
-        autobatch.fit(make_workload(), out=tmp_path, until=lambda: True, target_batch=8)
 
 
 def ruled(out: Path) -> tuple[int, str]:

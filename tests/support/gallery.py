@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import default_collate
 
 import autobatch
-from autobatch import BatchFunction, Loss, Workload
+from autobatch import Loss, Workload
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.order import GlobalBatchSampler
 
@@ -65,17 +65,10 @@ def in_float64(workload: Workload) -> Workload:
     data: Any = workload.train_data
     model = workload.model().double()
 
-    def drawn_batch(size: int, step: int) -> Any:
-        with torch.random.fork_rng():
-            torch.manual_seed(step)
-            return double(data.function(size, step))
-
     return replace(
         workload,
         model=lambda: copy.deepcopy(model),
-        train_data=BatchFunction(drawn_batch)
-        if isinstance(data, BatchFunction)
-        else [double(data[index]) for index in range(len(data))],
+        train_data=[double(data[index]) for index in range(len(data))],
         optimizer=lambda parameters, rate: torch.optim.SGD(parameters, rate, momentum=0.9),
         schedule=None,
         learning_rate=0.05,
@@ -106,9 +99,6 @@ def trained_plainly(workload: Workload) -> Tensor:
 def whole_batches(workload: Workload) -> Iterator[Any]:
     """Yield each batch of a run at once."""
     data: Any = workload.train_data
-    if isinstance(data, BatchFunction):
-        yield from (data.function(TARGET, step) for step in range(STEPS))
-        return
     order = GlobalBatchSampler(samples=len(data), target_batch=TARGET, seed=0, steps=STEPS)
     for batch in order.batches():
         yield (workload.collate or default_collate)([data[index] for index in batch.ids])

