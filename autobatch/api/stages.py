@@ -24,6 +24,7 @@ from autobatch.planning import launched_world_size, make_plan, split_over_ranks
 from autobatch.rehearsal.process import open_process
 from autobatch.rehearsal.setup import Role, SetupInfo, new_allocator
 from autobatch.report.result import Result
+from autobatch.report.words import plural
 from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split
 from autobatch.search.probe import Limit
@@ -85,6 +86,9 @@ def plan(run: Run) -> None:
         world = run.world_size or launched_world_size(os.environ)
     # An invalid plan must fail before minutes are spent on a probe.
     _plan(run, 1, world)
+    samples = run.setup.info.epoch_samples
+    if samples is not None and run.target > samples:
+        run.progress.note(f"the batch of {run.target:,} is larger than the data, {plural(samples, 'sample')}")
     limit, most = probe(run, split_over_ranks(run.target, world)[0])
     planned = _plan(run, most, world)
     run.progress.planned(planned)

@@ -341,8 +341,8 @@ def _judge(
         return Finding(unchecked=f"{said}, and its draws alone change the gradient")
     if written:
         return Finding(
-            unchecked=f"{said}, and the forward pass writes {', '.join(sorted(written)[:PARTS])}, through "
-            "which micro-batches see each other. Write it once per batch, in Workload(after_step=…)"
+            f"{said}: the forward pass writes {', '.join(sorted(written)[:PARTS])}, through which "
+            "micro-batches see each other. Write it once per batch, in Workload(after_step=…)"
         )
     columns = torch.stack([run(part) for part in parts], dim=1)
     cause = _cause_in_hooks(setup.model) or _cause_in_loss(setup, first[:, None], columns, tolerance)

@@ -186,7 +186,7 @@ SAID: list[tuple[dict[str, Any], str, str | None]] = [
     ({"loss": contrastive_loss}, "several samples", "hook"),
     (
         {"model": lambda: Quantized().double()},
-        "writes codes, and micro-batches see each other through it",
+        "writes codes, through which micro-batches see each other",
         None,
     ),
     (
