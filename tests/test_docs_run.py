@@ -160,6 +160,8 @@ def test_the_code_of_a_page_runs_with_what_a_reader_has(page: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "train", SimpleNamespace(**names | theirs))  # type: ignore[arg-type]
     if page.stem == "data":  # a workload takes the function, a loop the optimizer
         names["optimizer"] = lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate)
+        np.zeros(100, np.uint16).tofile("train.bin")
+        names |= {"os": os, "data_dir": ".", "block_size": 8}
     assert run_page(page, names)
 
 
