@@ -10,16 +10,15 @@ import math
 import os
 import time
 from contextlib import suppress
-from functools import partial
 
 import msgspec
 
 from autobatch.api.run import Run, check_data_of_ranks
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
-from autobatch.core.records import MemoryCurve, Plan, PredictedPoint, Remedy, Tuning
+from autobatch.core.records import MemoryCurve, Plan, Remedy, Tuning
 from autobatch.distributed.rank_plan import agree_on_limit
 from autobatch.estimates.suggestions import in_words, suggest
-from autobatch.footprint.explain import memory_curve, predicted_points
+from autobatch.footprint.explain import memory_curve
 from autobatch.planning import launched_world_size, make_plan, split_over_ranks
 from autobatch.rehearsal.process import open_process
 from autobatch.rehearsal.setup import Role, SetupInfo, new_allocator
@@ -96,10 +95,10 @@ def plan(run: Run) -> None:
         run.progress.note(f"learning rate {planned.learning_rate:g}: {planned.learning_rate_source}")
     info = run.setup.info
     planned = msgspec.structs.replace(planned, **_layout(run))
-    predicted, curve = _memory_of(limit, info)
+    curve = _curve_of(limit, info)
     # A training says it of its own batches.
     notes = statistics_notes(info.batch_norms, planned.micro_batches) if is_last else []
-    run.record(plan=planned, title=info.name, predicted=predicted, memory_curve=curve, notes=notes)
+    run.record(plan=planned, title=info.name, memory_curve=curve, notes=notes)
 
 
 def _limit(run: Run, samples: int | None) -> Limit:
@@ -158,13 +157,12 @@ def _layout(run: Run) -> dict[str, str | None]:
     return {"parallel": parallel, "parallel_reason": run.layout_reason}
 
 
-def _memory_of(limit: Limit, info: SetupInfo) -> tuple[list[PredictedPoint], MemoryCurve | None]:
-    """Return predicted peaks around a limit, and the memory over a step of the run at it; None if unknown."""
-    unlimited = partial(new_allocator, info, capped=False)
+def _curve_of(limit: Limit, info: SetupInfo) -> MemoryCurve | None:
+    """Return the memory over a step of the run at a limit; None if unknown."""
+    if limit.trace is None or not limit.trace.marks:
+        return None
     ran = max((attempt.micro_batch for attempt in limit.probe.attempts if attempt.fits), default=1)
-    has_phases = limit.trace is not None and limit.trace.marks
-    curve = memory_curve(limit.trace, ran, unlimited()) if limit.trace is not None and has_phases else None
-    return predicted_points(limit.programs, ran, unlimited, info.samples), curve
+    return memory_curve(limit.trace, ran, new_allocator(info, capped=False))
 
 
 def _plan(run: Run, limit: int, world_size: int) -> Plan:

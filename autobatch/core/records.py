@@ -361,14 +361,6 @@ class Estimate(RankEstimate, frozen=True, kw_only=True):
     """Changes that let more fit, the best first; None if several GPUs were asked about."""
 
 
-class PredictedPoint(Record, frozen=True):
-    """Peak that the footprint predicted for a micro-batch before it ran."""
-
-    micro_batch: int
-    peak_reserved_bytes: int
-    """Compared with the budget; live bytes on devices whose allocator reserves nothing."""
-
-
 class MemoryCurve(Record, frozen=True):
     """Memory over the events of one optimizer step, by category; all lists are equally long."""
 
@@ -396,8 +388,6 @@ class RunRecord(Record, frozen=True, kw_only=True):
     """Name of the workload."""
     command: str | None = None
     """Command that repeats the run."""
-    predicted: list[PredictedPoint] = []
-    """Predicted peaks around the limit; empty if the step cannot be traced."""
     memory_curve: MemoryCurve | None = None
     """Memory over a step at the limit; None if the step cannot be traced."""
     versions: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Explanations of a step's memory from its events: the peak by purpose and module, the course, the growth.
+"""Explanations of a step's memory from its events: the peak by purpose and module, and the course.
 
 The purpose of a block follows from the phase in which it was taken, and from how long it lives. So the events
 of a real run are explained like those of a prediction.
@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from autobatch.core.records import MemoryCurve, PredictedPoint
+from autobatch.core.records import MemoryCurve
 from autobatch.core.text import module_in_words
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
-from autobatch.footprint.program import Program, Untraceable
 
 MODULES = 3
 """Modules that an explanation names."""
 DEPTH = 2
 """Parts of a module's name that an explanation and a chart keep."""
-POINTS = 24
-"""Micro-batches whose peaks are predicted for a chart."""
 MOST_POSITIONS = 300
 """Events of a step that a chart keeps."""
 ACTIVATIONS = "activations"
@@ -181,27 +177,3 @@ def memory_curve(trace: Trace, micro_batch: int, allocator: Allocator) -> Memory
         modules={part: sizes for part, sizes in modules.items() if any(sizes)},
         micro_batch=micro_batch,
     )
-
-
-def predicted_points(
-    programs: Sequence[Program], micro_batch: int, new_allocator: Callable[[], Allocator], cap: int
-) -> list[PredictedPoint]:
-    """Return predicted peaks at micro-batches around an answer, which is among them with its successor.
-
-    Args:
-        programs: of the step, in each order that ran; the largest peak counts.
-        micro_batch: the answer.
-        new_allocator: returns an empty allocator without a limit.
-        cap: the largest micro-batch to predict.
-    """
-    last = min(cap, max(micro_batch + 1, micro_batch * 5 // 4))
-    spread = {1 + (last - 1) * number // (POINTS - 1) for number in range(POINTS)}
-    points = []
-    for size in sorted(spread | {micro_batch, min(micro_batch + 1, last)} if programs else ()):
-        try:
-            outcomes = [replay(program.at(size), new_allocator()) for program in programs]
-        except Untraceable:
-            continue
-        peaks = (outcome.peak_reserved_bytes or outcome.peak_allocated_bytes for outcome in outcomes)
-        points.append(PredictedPoint(micro_batch=size, peak_reserved_bytes=max(peaks)))
-    return points

@@ -45,7 +45,7 @@ from autobatch.workload.rng import (
 )
 from autobatch.workload.split import sizes_digest
 
-BEFORE_TRAINING = ("device", "probe", "tuning", "title", "predicted", "memory_curve")
+BEFORE_TRAINING = ("device", "probe", "tuning", "title", "memory_curve")
 """Records of the parts before the training, which every checkpoint keeps for a resume."""
 _BIT_EXACT_KEYS = {
     "device": "device",

@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 import autobatch
 from autobatch import InputError
-from autobatch.core.units import MiB
 from tests.support.probes import Listener, mlp, work
 from tests.support.ragged import CONTRASTIVE, pad, ragged_workload
 from tests.support.step_workloads import deep_transformer
@@ -36,10 +35,7 @@ def test_the_memory_of_a_plan_is_that_of_its_runs_also_from_a_saved_limit(tmp_pa
         autobatch.fit(deep_transformer(), out=tmp_path / name, **options) for name in ("first", "again")
     )
     ran = {one.micro_batch: one.peak_allocated_bytes for one in found.probe.attempts if one.fits}
-    predicted = {point.micro_batch: point.peak_reserved_bytes for point in found.predicted}
     answer = found.probe.micro_batch
-    assert predicted[answer] == ran[answer]
-    assert predicted[answer + 1] > 2 * MiB
     totals = [sum(sizes) for sizes in zip(*found.memory_curve.categories.values(), strict=True)]
     assert max(totals) == ran[answer]
     assert (found.probe.source, again.probe.source[:6]) == ("search", "saved ")

@@ -10,8 +10,7 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.footprint import explain as explaining
-from autobatch.footprint.explain import explain, memory_curve, predicted_points
-from autobatch.footprint.program import Program
+from autobatch.footprint.explain import explain, memory_curve
 from autobatch.rehearsal.attempt import attempt
 from tests.support.step_workloads import WORKLOADS, setup
 
@@ -85,11 +84,3 @@ def test_a_run_that_failed_is_explained_up_to_its_failure() -> None:
     assert not failed.attempt.fits
     assert found.phase == failed.attempt.phase
     assert 0 < found.peak_bytes < peak
-
-
-def test_predicted_points_are_those_of_the_replay_around_the_answer() -> None:
-    programs = [Program.fit([(m, Trace(((0, 10 * m + more),))) for m in (2, 3)]) for more in (5, 9)]
-    points = predicted_points(programs, 100, CountingAllocator, 110)
-    assert {point.micro_batch for point in points} >= {1, 100, 101, 110}
-    assert all(point.peak_reserved_bytes == 10 * point.micro_batch + 9 for point in points)
-    assert predicted_points([], 100, CountingAllocator, 110) == []

@@ -120,7 +120,7 @@ def test_the_result_of_a_resumed_run_is_that_of_the_whole_run(tmp_path: Path) ->
     assert again["command"] == before["command"]
     assert "--resume" not in (tmp_path / "run" / "report.html").read_text()
     longer, trained_longer = run(6, resume=True)
-    for part in ("probe", "tuning", "memory_curve", "predicted", "plan", "profile", "title"):
+    for part in ("probe", "tuning", "memory_curve", "plan", "profile", "title"):
         assert longer[part] == before[part], part
     assert (trained_longer["samples"], trained_longer["first_loss"]) == (48, trained["first_loss"])
     assert trained_longer["seconds"] == pytest.approx(sum(row["seconds"] for row in rows(tmp_path / "run")))

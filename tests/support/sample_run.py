@@ -11,7 +11,6 @@ from autobatch.core.records import (
     LrTuning,
     MemoryCurve,
     MemoryHolder,
-    PredictedPoint,
     RunRecord,
     Trial,
     Tuning,
@@ -180,10 +179,6 @@ def a_run(**changes):
         ),
         "metrics": [a_step(step) for step in range(1, 121)],
         "checkpoints": [40, 80, 120],
-        "predicted": [
-            PredictedPoint(micro_batch=size, peak_reserved_bytes=int(needs(size) * 0.965))
-            for size in range(1, 110, 12)
-        ],
         "memory_curve": a_memory_curve(),
         "versions": {"autobatch": "0.1.0", "python": "3.12.4", "torch": "2.13.0+cu130", "driver": "580.95"},
         "command": "autobatch fit train.py:workload --target-batch 1024 --memory-budget 6GiB --steps 120",
