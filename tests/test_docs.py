@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.cli.record import RECORD_HELP
+from autobatch.cli.script import record
 from autobatch.core.options import fields_of, options_from
 from autobatch.device.profiles import read_profile
 
@@ -50,7 +50,7 @@ def test_links_resolve_code_parses_and_options_exist(path: Path) -> None:
             command = line.partition("autobatch ")[2].partition("#")[0].partition(" -- ")[0]
             if command and "pip" not in line:
                 known = {field.replace("_", "-") for field in fields_of(command.split()[0])}
-                known |= set(OPTION.findall(RECORD_HELP)) if command.startswith("record ") else set()
+                known |= set(OPTION.findall(record.__doc__ or "")) if command.startswith("record ") else set()
                 assert set(OPTION.findall(command)) <= known, command
     for name in re.findall(r"`((?:autobatch|tests|benchmarks)/[\w/.]+)`", text_of(path)):
         assert (ROOT / name).exists(), name

@@ -59,8 +59,6 @@ class Run:
     """Receive the records of the training besides the files of the run."""
     until: Until | None = None
     """The user's own rule that ends the training after a step; None to train to its end."""
-    entered: Callable[[Path], None] = lambda _: None
-    """Receives the folder of the run as soon as it is known."""
 
     held: ExitStack = field(default_factory=ExitStack)
     """Keeps the folder of the run locked until the end."""
@@ -197,7 +195,6 @@ def claim(run: Run, choose: Callable[[], Path]) -> Path:
     run.ranks.enter(out)
     if run.ranks.world > 1:
         _check_shared(out, run.ranks)
-    run.entered(out)
     return out
 
 

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -14,8 +14,12 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError, UserCodeError
 from autobatch.core.text import error_text, one_line
 from autobatch.core.version import __version__
 
-LOG = "run.log"
-"""Name of the log in the folder of a run."""
+PARTS: dict[str, tuple[str, ...]] = {
+    "probe": ("device", "probe", "profile"),
+    "plan": ("device", "probe", "plan", "profile", "report"),
+    "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
+}
+"""Parts of the JSON of a command; other commands print all of them."""
 _REFUSALS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 )
@@ -34,20 +38,17 @@ class SafeStream:
         """First failure of the stream; None if all was written."""
 
     def write(self, text: str) -> int:
-        """Write the text, or drop it after a failure."""
-        self._try(lambda: self._stream.write(text))
+        """Write the text at once, or drop it after a failure."""
+        if self.failure is None:
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except OSError as error:
+                self.failure = error
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, or do nothing after a failure."""
-        self._try(self._stream.flush)
-
-    def _try(self, act: Callable[[], object]) -> None:
-        if self.failure is None:
-            try:
-                act()
-            except OSError as error:
-                self.failure = error
+        """Do nothing: all that was written has been flushed."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -73,16 +74,16 @@ def reserve_stdout() -> Iterator[None]:
         os.close(copy)
 
 
-def print_error(line: str) -> None:
-    """Print one line, red on a terminal with colours."""
-    text = f"autobatch: {one_line(line)}"
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.text import Text
+@contextlib.contextmanager
+def output_of_run(*, as_json: bool) -> Iterator[SafeStream]:
+    """Give a run a stream for what people read: standard error if standard output is for one JSON object."""
+    with reserve_stdout() if as_json else contextlib.nullcontext():
+        yield SafeStream(sys.stderr if as_json else sys.stdout)
 
-        Console(stderr=True, highlight=False).print(Text(text, style="red"), soft_wrap=True)
-        return
-    sys.stderr.write(text + "\n")
+
+def print_error(line: str) -> None:
+    """Print one line to standard error."""
+    sys.stderr.write(f"autobatch: {one_line(line)}\n")
 
 
 def undelivered_code(error: OSError) -> int:
@@ -154,40 +155,32 @@ class ErrorReport(NamedTuple):
     """True if the traceback is written to the log, because the line alone does not explain the failure."""
 
 
-def describe_failure(
-    error: BaseException, *, folder: Path | None = None, measures: bool = True
-) -> ErrorReport:
-    """Describe an exception in one line, with its exit code.
-
-    Args:
-        error: the exception that ended the command.
-        folder: the folder of the run; None if unknown.
-        measures: whether the command saves limits and trials on the way.
-    """
-    report = _describe(error, _left_behind(folder) if measures else "")
+def describe_failure(error: BaseException) -> ErrorReport:
+    """Describe an exception in one line, with its exit code."""
+    report = _describe(error)
     return report._replace(line=one_line(report.line))
 
 
-def _describe(error: BaseException, left_behind: str) -> ErrorReport:
+def _describe(error: BaseException) -> ErrorReport:
     from autobatch.workload.user_code import describe, failed_part, remarks_on, user_frame
 
     if isinstance(error, KeyboardInterrupt | Terminated):
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
-        return ErrorReport(how + left_behind, code, is_logged=False)
+        line = f"{how}; what was measured and saved so far stays, and the same command uses it"
+        return ErrorReport(line, code, is_logged=False)
+    remarks = remarks_on(error)
     if isinstance(error, AutobatchError):
-        line = "; ".join([str(error), *remarks_on(error)])
-        return ErrorReport(line, error.exit_code, isinstance(error, UserCodeError) or error.exit_code == 1)
+        is_logged = isinstance(error, UserCodeError) or error.exit_code == 1
+        return ErrorReport("; ".join([str(error), *remarks]), error.exit_code, is_logged)
     if _is_oom(error):
         text = f"{type(error).__name__}: {error_text(error)}".splitlines()[0]
-        where = "; ".join([text, *remarks_on(error)])
-        line = f"out of memory where nothing smaller can be tried: {where}; free memory"
+        line = f"out of memory where nothing smaller can be tried: {'; '.join([text, *remarks])}; free memory"
         return ErrorReport(line, DoesNotFitError.exit_code)
     # autobatch never raises SystemExit here, so it comes from the workload.
     if failed_part(error) is not None or user_frame(error) is not None or isinstance(error, SystemExit):
         return ErrorReport(describe(error), 2)
     if isinstance(error, OSError) and error.errno in _REFUSALS:
-        file = error.filename or "operating system error"
-        return ErrorReport(f"{file}: {error.strerror or error}", 1)
+        return ErrorReport(f"{error.filename or 'operating system error'}: {error.strerror or error}", 1)
     found = f"unexpected {type(error).__name__}: {error_text(error)}"
     return ErrorReport(f"{found}; this is a bug in autobatch, please report it", 1)
 
@@ -201,50 +194,31 @@ def _is_oom(error: BaseException) -> bool:
     return is_oom(error)
 
 
-def _left_behind(folder: Path | None) -> str:
-    """Return what an interruption left behind, to be appended to its name."""
-    if folder is None or not (folder / "checkpoints").is_dir():
-        return (
-            " before the first checkpoint; limits and trials so far are saved, and the same command uses them"
-        )
-    return f"; earlier checkpoints are intact: {folder / 'checkpoints'}"
-
-
-class RunLog:
-    """Log of failures, in the folder of the run if it is known, else in the data directory.
+def write_log(error: BaseException, command: str, folder: Path | None) -> Path | None:
+    """Append an exception with its traceback to the log. Return the file, or None if none can be written.
 
     Args:
+        error: the exception.
         command: the command line.
+        folder: the folder of the run; None if it has none, for a file in the data directory.
     """
+    import datetime
+    import platform
+    import traceback
 
-    def __init__(self, command: str) -> None:
-        self.command = command
-        self.folder: Path | None = None
-        """Folder of the run; None if unknown."""
+    from autobatch.device.profiles import data_home
 
-    def enter(self, folder: Path) -> None:
-        """Set the folder of the run."""
-        self.folder = folder
-
-    def write(self, error: BaseException) -> Path | None:
-        """Append an exception with its traceback. Return the file, or None if none can be written."""
-        import datetime
-        import platform
-        import traceback
-
-        from autobatch.device.profiles import data_home
-
-        now = datetime.datetime.now(tz=datetime.UTC)
-        text = (
-            f"{now.isoformat(timespec='seconds')}  {self.command}\nautobatch {__version__}, "
-            f"python {platform.python_version()}, in {Path.cwd()}\n"
-            f"{''.join(traceback.format_exception(error))}\n"
-        )
-        own = [] if self.folder is None else [self.folder / LOG]
-        for path in (*own, data_home(os.environ) / "logs" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}.log"):
-            with contextlib.suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write(text)
-                return path
-        return None
+    now = datetime.datetime.now(tz=datetime.UTC)
+    text = (
+        f"{now.isoformat(timespec='seconds')}  {command}\nautobatch {__version__}, "
+        f"python {platform.python_version()}, in {Path.cwd()}\n"
+        f"{''.join(traceback.format_exception(error))}\n"
+    )
+    own = [] if folder is None else [folder / "run.log"]
+    for path in (*own, data_home(os.environ) / "logs" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}.log"):
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            return path
+    return None

@@ -1,37 +1,34 @@
-"""The commands ``probe``, ``plan`` and ``fit`` for a program of its own, whose words stand after ``--``."""
+"""The commands for a program as it is, whose words stand after ``--``: probe, plan, fit, and record."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import datetime
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
+from inspect import getdoc
 from pathlib import Path
-from typing import TextIO, cast
+from typing import NoReturn, TextIO, cast
 
 from autobatch.cli.output import (
-    SafeStream,
+    PARTS,
+    output_of_run,
     raise_on_termination,
-    reserve_stdout,
     undelivered_code,
     write_json,
     write_line,
 )
-from autobatch.cli.parser import parse
-from autobatch.cli.record import become, whole_number
+from autobatch.cli.parser import HELP_WORDS, Takes, option_lines, options_of, read_words, spelled, taken
 from autobatch.core.errors import InputError
+from autobatch.core.options import fields_of
 from autobatch.core.progress import Broadcast
 from autobatch.core.text import quoted
-from autobatch.device.profiles import data_home
-from autobatch.integrations.script import Runner, describe_gpu, fill, find_limit
-from autobatch.report.terminal import LABEL, Terminal
 
 OPTIONS = (
-    *("--target-batch", "--memory-budget", "--max-micro-batch", "--micro-batch-multiple"),
-    *("--json", "--quiet", "--verbose"),
+    *("target_batch", "memory_budget", "max_micro_batch", "micro_batch_multiple"),
+    *("json", "quiet", "verbose"),
 )
 """Options that concern a program besides ``--seconds``; it has flags of its own for all others."""
 HELP = """\
@@ -44,40 +41,35 @@ the size of a micro-batch, and {steps} of the micro-batches of a rank in an opti
 step, or {total_steps} of those of all ranks. plan prints the command, filled in, and
 fit becomes it.
 
-  --target-batch N        Samples per optimizer step, exactly. (plan, fit: required)
-  --memory-budget SIZE    Memory that the allocator may hold, for example 6GiB or 80%.
-  --max-micro-batch N     Largest micro-batch to try.
-  --micro-batch-multiple N  Micro-batches are multiples of N.
-  --seconds S             Time for three optimizer steps of a run. (default: 300)
-  --json                  Print one JSON object to stdout, all else to stderr.
-  --quiet                 Print the result, but no progress.
-  --verbose               Also show what the command prints.
+OPTIONS
+  --seconds S              Time for three optimizer steps of a run. (default: 300)
 
   autobatch probe -- python train.py --batch_size={}
-  autobatch fit --target-batch 480 -- python train.py --batch_size={} --accumulate={steps}
-"""
-SECONDS = 300
-"""Default time for the first steps of a run."""
-PARTS = {"probe": ("device", "probe", "profile"), "plan": ("device", "probe", "plan", "profile")}
-"""Parts of the JSON of a command; ``fit`` prints none, as standard output is the program's."""
+  autobatch fit --target-batch 480 -- python train.py --batch_size={} --accumulate={steps}"""
+COUNT = Takes("a whole number of 1 or more")
+LONGEST = 10**9
+"""Most steps or seconds of a recording; a timer takes no more."""
 
 
-def run_script(name: str, arguments: list[str]) -> int:
+def run_script(name: str, words: list[str]) -> int:
     """Run ``autobatch NAME … -- COMMAND``, and return the exit code. ``fit`` becomes the command.
 
     Raises:
         InputError: a word is wrong, or the command takes no optimizer step.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    at = arguments.index("--")
-    own, command = arguments[:at], arguments[at + 1 :]
-    if not {"-h", "--help", "--help-all"}.isdisjoint(own):
-        return write_line(HELP)
-    words, seconds = _own_words(name, own)
-    workload, options = parse(name, words, folder=Path.cwd(), environ=os.environ)
-    if workload in words:
-        raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(workload)}")
-    plans, as_json = name != "probe", options.json
+    at = words.index("--")
+    own, command = words[:at], words[at + 1 :]
+    fields = [fields_of("plan")[option] for option in OPTIONS]
+    if not HELP_WORDS.isdisjoint(own):
+        return write_line(HELP.replace("OPTIONS", "\n".join(option_lines(fields))))
+    takes = {spelled(field.name): taken(field) for field in fields} | {"--seconds": COUNT}
+    given, places = read_words(f"{name} -- COMMAND", own, takes)
+    if places:
+        raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(places[0])}")
+    seconds = whole_number("--seconds", given.pop("--seconds", "300"))
+    _, options = options_of(name, given)
+    plans = name != "probe"
     for is_missing, place, example in (
         (not any("{}" in word for word in command), "{} for the size of a micro-batch", "--batch_size={}"),
         (
@@ -90,14 +82,18 @@ def run_script(name: str, arguments: list[str]) -> int:
             raise InputError(
                 f"no word of the command has a {place}: {shlex.join(command)}. Write for example {example}"
             )
-    if as_json and name == "fit":
+    if options.json and name == "fit":
         raise InputError("fit runs the command, whose standard output is its own: use plan --json")
+    from autobatch.device.profiles import data_home
+    from autobatch.integrations.script import Runner, describe_gpu, fill, find_limit
+    from autobatch.report.terminal import LABEL, Terminal
+
     home = data_home(os.environ)
     log = home / "logs" / f"{datetime.datetime.now(tz=datetime.UTC):%Y%m%d-%H%M%S}-{os.getpid()}-command.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    stream = SafeStream(sys.stderr if as_json else sys.stdout)
+    filled: list[str] = []
     with (
-        reserve_stdout() if as_json else contextlib.nullcontext(),
+        output_of_run(as_json=options.json) as stream,
         raise_on_termination(),
         Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal,
     ):
@@ -110,8 +106,7 @@ def run_script(name: str, arguments: list[str]) -> int:
             "the command runs a few times, up to its third optimizer step. What it writes (checkpoints, "
             f"logs, trackers), it writes in these runs, too. Its output is in {log}"
         )
-        echo = _echo if options.verbose else None
-        runner = Runner(command, device, seconds, log, echo, progress)
+        runner = Runner(command, device, seconds, log, _echo if options.verbose else None, progress)
         result = find_limit(runner, options, home=home)
         progress.note("this holds for the first steps: longer samples, evaluation and saving come later")
         if plans:
@@ -120,40 +115,80 @@ def run_script(name: str, arguments: list[str]) -> int:
                 "the number of micro-batches, and the loss must be a mean over samples"
             )
         terminal.finish(result)
-        plan = result.plan
-        words = fill(command, plan.micro_batch, plan.accumulation_steps, plan.world_size) if plan else []
-        if words:
-            stream.write(f"{'run':<{LABEL}}{shlex.join(words)}\n")
-    if as_json:
-        return write_json(result.to_json(*PARTS[name]) | ({"command": words} if words else {}))
+        if (plan := result.plan) is not None:
+            filled = fill(command, plan.micro_batch, plan.accumulation_steps, plan.world_size)
+            stream.write(f"{'run':<{LABEL}}{shlex.join(filled)}\n")
+    if options.json:
+        return write_json(result.to_json(*PARTS[name]) | ({"command": filled} if filled else {}))
     if name == "fit":
-        become(words)
+        become(filled, os.environ)
     return 0 if stream.failure is None else undelivered_code(stream.failure)
-
-
-def _own_words(name: str, arguments: Sequence[str]) -> tuple[list[str], int]:
-    """Return the words without ``--seconds``, and its value.
-
-    Raises:
-        InputError: a word is no option of a command for programs, or the value is no number of seconds.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--seconds", default=str(SECONDS))
-    try:
-        given, words = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise InputError(f"{error.argument_name} has no value; see autobatch {name} --help --") from None
-    for word in words:
-        option = word.partition("=")[0].replace("_", "-")
-        if option.startswith("-") and option not in OPTIONS:
-            raise InputError(
-                f"{name} -- COMMAND does not take {quoted(option)}, which may be a flag of the command. It "
-                f"takes {', '.join((*OPTIONS, '--seconds'))}"
-            )
-    return words, whole_number("--seconds", given.seconds)
 
 
 def _echo(text: bytes) -> None:
     """Show what the command prints."""
     sys.stderr.write(text.decode(errors="replace"))
     sys.stderr.flush()
+
+
+def record(words: list[str]) -> int:
+    """Run a command as it is, and write the memory of its GPU, with the lines that took it.
+
+    usage: autobatch record --out FILE [--steps N] [--seconds S] -- COMMAND
+
+    Two sizes tell what would fit: autobatch estimate --snapshot N=FILE
+
+      --out FILE     The snapshot; other ranks write beside it. (required)
+      --steps N      Write it after N steps of an optimizer.
+      --seconds S    Write it after this time.
+
+    Without them it is written when the command ends, also by Ctrl-C, and in any case
+    when memory runs out. The command goes on then. It keeps its terminal and exit code.
+
+      autobatch record --out b8.pickle --steps 3 -- python train.py --batch_size=8
+    """
+    at = words.index("--") if "--" in words else len(words)
+    own, command = words[:at], words[at + 1 :]
+    if not HELP_WORDS.isdisjoint(own):
+        return write_line(getdoc(record) or "")
+    given, others = read_words(
+        "record", own, {"--out": Takes("a file"), "--steps": COUNT, "--seconds": COUNT}
+    )
+    if others or not command or "--out" not in given:
+        raise InputError(
+            "record takes --out FILE, and a command after --, as in autobatch record --out b8.pickle -- "
+            f"python train.py; found {shlex.join(words) or 'neither'}"
+        )
+    out = Path(given.pop("--out")).absolute()
+    if not out.parent.is_dir():
+        raise InputError(f"{out} cannot be written: there is no folder {out.parent}")
+    limits = {option.lstrip("-"): whole_number(option, text) for option, text in given.items()}
+    from autobatch.integrations.record import recorded
+
+    sys.stderr.write("autobatch: a process that uses a GPU says here when it has written its memory\n")
+    return become(command, recorded(out=str(out), since=time.time(), **limits))
+
+
+def become(words: list[str], environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a command.
+
+    Raises:
+        InputError: it cannot be started.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(words[0], words, environ)
+    except OSError as error:
+        raise InputError(f"{words[0]} cannot be started: {error.strerror or error}") from error
+
+
+def whole_number(option: str, text: str) -> int:
+    """Return the whole number of an option.
+
+    Raises:
+        InputError: it is no whole number of 1 or more.
+    """
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= LONGEST):
+        raise InputError(f"{option} must be {COUNT.expected}, found {quoted(text)}")
+    return int(text)

@@ -32,7 +32,7 @@ def page_of(text: str) -> str:
 
 def commands() -> str:
     """Return the help of the command line."""
-    return f"```text\n{HELP}```"
+    return f"```text\n{HELP}\n```"
 
 
 def options() -> str:

@@ -59,8 +59,6 @@ class Stuck(torch.optim.SGD):
     step = fails
 """
 
-CONTINUES = "before the first checkpoint; limits and trials so far are saved, and the same command uses them"
-
 
 def small_fit(folder: Path, expression: str) -> Any:
     """Train a workload here, as a library call does."""
@@ -110,8 +108,8 @@ class Silent(Exception):
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (KeyboardInterrupt(), 130, f"interrupted {CONTINUES}"),
-        (Terminated(), 143, f"terminated {CONTINUES}"),
+        (KeyboardInterrupt(), 130, "interrupted; what was measured"),
+        (Terminated(), 143, "terminated; what was measured"),
         (SystemExit("done"), 2, "the workload called sys.exit('done')"),
         (OSError(28, "No space left on device"), 1, "operating system error: No space left on device"),
         (OSError(28, "No space left on device", "/x"), 1, "/x: No space left on device"),
@@ -140,13 +138,6 @@ def test_every_failure_has_its_message_and_exit_code(error: BaseException, code:
     assert len(report.line) <= 2000
 
 
-def test_an_interruption_names_what_it_left_behind(tmp_path: Path) -> None:
-    assert describe_failure(KeyboardInterrupt(), measures=False).line == "interrupted"
-    (tmp_path / "checkpoints").mkdir()
-    kept = describe_failure(KeyboardInterrupt(), folder=tmp_path)
-    assert kept.line == f"interrupted; earlier checkpoints are intact: {tmp_path / 'checkpoints'}"
-
-
 @pytest.mark.usefixtures("a_path_of_its_own")
 def test_the_log_of_a_failure_is_in_the_data_directory_if_it_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -166,7 +157,7 @@ def test_the_log_of_a_failure_is_in_the_data_directory_if_it_can_be_written(
 
 
 class Breaking(io.StringIO):
-    """A stream that fails from the second write on, or at a flush."""
+    """A stream that fails from the second write on."""
 
     encoding = "utf-8"
     writes = 0
@@ -177,9 +168,6 @@ class Breaking(io.StringIO):
             raise BrokenPipeError(32, "Broken pipe")
         return super().write(text)
 
-    def flush(self) -> None:
-        raise OSError(28, "No space left on device")
-
 
 def test_text_after_a_failure_is_dropped_and_the_first_failure_is_kept() -> None:
     inner = Breaking()
@@ -188,9 +176,4 @@ def test_text_after_a_failure_is_dropped_and_the_first_failure_is_kept() -> None
     stream.flush()
     assert (inner.getvalue(), inner.writes) == ("one", 2), "nothing is tried after the failure"
     assert isinstance(stream.failure, BrokenPipeError)
-    full = SafeStream(Breaking())
-    full.flush()
-    assert full.failure is not None
-    assert full.failure.errno == 28
-    assert full.write("dropped") == 7
-    assert (full.isatty(), full.encoding) == (False, "utf-8")
+    assert (stream.isatty(), stream.encoding) == (False, "utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autobatch import InputError
-from autobatch.cli.parser import parse
+from autobatch.cli.parser import help_of, parse
 from autobatch.core.options import COMMANDS, Options, fields_of
 
 
@@ -15,23 +15,22 @@ from autobatch.core.options import COMMANDS, Options, fields_of
 def an_empty_folder_and_a_screen_of_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    (tmp_path / "config/autobatch").mkdir(parents=True)
 
 
 def parsed(*words: str, command: str = "fit", **environ: str) -> tuple[str | None, Options]:
     target = ("--target-batch", "8") if command == "fit" else ()
-    return parse(command, [*target, *words], folder=Path.cwd(), environ=environ)
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in environ.items():
+            patched.setenv(name, value)
+        return parse(command, [*target, *words])
 
 
 def test_later_sources_win() -> None:
     """Earliest first; autobatch.toml replaces the whole table of pyproject.toml."""
-    Path("config/autobatch/config.toml").write_text("steps = 1\nkeep_last = 9\n")
-    assert parsed()[1].steps == 1
     Path("pyproject.toml").write_text('[tool.autobatch]\nsteps = 2\ntrials = 3\nworkload = "a:b"\n')
     workload, options = parsed()
     assert (workload, options.steps, options.trials) == ("a:b", 2, 3)
-    Path("autobatch.toml").write_text('steps = 3\nworkload = "c:d"\n')
+    Path("autobatch.toml").write_text('steps = 3\nkeep_last = 9\nworkload = "c:d"\n')
     workload, options = parsed()
     assert (workload, options.steps, options.trials) == ("c:d", 3, None)
     known = {"AUTOBATCH_STEPS": "4", "AUTOBATCH_WORKLOAD": "g:h"}
@@ -63,14 +62,10 @@ def test_a_file_may_hold_options_of_other_commands() -> None:
     ("name", "content", "said"),
     [
         ("autobatch.toml", "stpes = 3", r"there is no option stpes; did you mean steps\?"),
-        ("autobatch.toml", "[fit]\nsteps = 3", "there is no option fit"),
         ("autobatch.toml", "steps = ", "is not TOML"),
-        ("autobatch.toml", "steps = true", "must be a whole number of 1 or more, found True"),
-        ("autobatch.toml", "out = 1979-05-27", "out in .* must be text"),
+        ("autobatch.toml", "steps = true", "steps in .* must be a whole number of 1 or more, found True"),
         ("autobatch.toml", "workload = 3", "workload in .* must be file.py"),
         ("autobatch.toml", "memory_budget = 'lots'", "memory_budget in .*: 'lots' is not a size in bytes"),
-        ("autobatch.toml", "timeout = nan", "timeout in .* must be a number over 0, found nan"),
-        ("autobatch.toml", "keep-last = 9", r"there is no option keep-last; did you mean keep_last\?"),
         ("pyproject.toml", "tool = 3", "tool must be a table, found 3"),
         ("pyproject.toml", "\xff = ", "is not TOML"),
     ],
@@ -86,7 +81,7 @@ def test_an_invalid_file_is_named_with_the_expected_value(
 
 
 def test_variables_are_options_unless_they_are_empty_or_of_others() -> None:
-    others = {"AUTOBATCH_HOME": "/home", "AUTOBATCH_STEPS": "", "PATH": "/bin", "autobatch_steps": "4"}
+    others = {"AUTOBATCH_HOME": "/home", "AUTOBATCH_STEPS": "", "autobatch_steps": "4"}
     assert parsed(**others) == parsed()
     for variables, said in (
         ({"AUTOBATCH_STPES": "3"}, r"the environment: .*AUTOBATCH_STPES; did you mean AUTOBATCH_STEPS\?"),
@@ -94,13 +89,6 @@ def test_variables_are_options_unless_they_are_empty_or_of_others() -> None:
     ):
         with pytest.raises(InputError, match=said):
             parsed(**variables)
-
-
-def test_a_switch_can_be_taken_back() -> None:
-    Path("autobatch.toml").write_text("json = true\nquiet = true\n")
-    options = parsed("--no-json")[1]
-    assert (options.json, options.quiet, options.resume) == (False, True, False)
-    assert parsed("--json", "--resume", AUTOBATCH_QUIET="false")[1].quiet is False
 
 
 @pytest.mark.parametrize(
@@ -117,7 +105,9 @@ def test_a_switch_can_be_taken_back() -> None:
         ("fit", ["--out=-x"], "out", "-x"),
         ("fit", ["--out", "-"], "out", "-"),
         ("fit", ["--out", "a=b"], "out", "a=b"),
-        *(("probe", words, "json", True) for words in (["a:b", "--json"], ["--json", "--", "a:b"])),
+        ("fit", ["--json"], "json", True),
+        ("fit", ["--json", "--no-json"], "json", False),
+        ("tune", ["--target-batch", "8", "--json", "--", "a:b"], "json", True),
     ],
 )
 def test_words_may_stand_anywhere(command: str, words: list[str], option: str, value: object) -> None:
@@ -126,39 +116,14 @@ def test_words_may_stand_anywhere(command: str, words: list[str], option: str, v
     assert workload == ("a:b" if "a:b" in words else None)
 
 
-def help_text(command: str, word: str, capsys: pytest.CaptureFixture[str], **environ: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        parse(command, [word], folder=Path(), environ=environ)
-    assert not stop.value.code
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
-    return text
-
-
-def listed(text: str) -> set[str]:
-    """Return the options that a help text shows."""
-    starts = [line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")]
-    return {start.removeprefix("--").replace("-", "_") for start in starts}
-
-
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_is_one_screen_and_help_all_has_every_option(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fields = fields_of(name)
-    text = help_text(name, "--help", capsys)
-    assert len(text.splitlines()) <= 40
-    assert listed(text) == {option for option, field in fields.items() if not field.rare}
-    text = help_text(name, "--help-all", capsys)
-    assert listed(text) == fields.keys()
-    assert all("".join(field.text.split()) in "".join(text.split()) for field in fields.values())
-
-
-def test_the_help_shows_defaults_and_their_source(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "(required)" in help_text("fit", "--help", capsys)
-    Path("autobatch.toml").write_text("trials = 3\n")
-    text = " ".join(help_text("fit", "--help-all", capsys, AUTOBATCH_TARGET_BATCH="64").split())
-    for words in ("1800.0)", "3, from trials in autobatch.toml)", "64, from AUTOBATCH_TARGET_BATCH)"):
-        assert f"(default: {words}" in text
-    assert "None" not in text
-    assert "(required)" not in text
+def test_help_is_one_screen_and_help_all_has_every_option(name: str) -> None:
+    assert len(help_of(name, "run", shows_all=False).splitlines()) <= 45
+    for shows_all in (False, True):
+        text = help_of(name, "run", shows_all=shows_all)
+        wanted = [field for field in fields_of(name).values() if shows_all or not field.rare]
+        assert "None" not in text
+        assert max(map(len, text.splitlines())) <= 80
+        listed = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+        assert sorted(listed) == sorted(f"--{field.name.replace('_', '-')}" for field in wanted)
+        assert all("".join(field.text.split()) in "".join(text.split()) for field in wanted)

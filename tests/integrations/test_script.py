@@ -61,7 +61,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
             budget_bytes=budget << 20,
             budget_source="as set",
         )
-        monkeypatch.setattr("autobatch.cli.script.describe_gpu", lambda _: device)
+        monkeypatch.setattr("autobatch.integrations.script.describe_gpu", lambda _: device)
         code = cli.run([*words, "--", sys.executable, *launcher, "train.py", *rest])
         return Ran(code, *capfd.readouterr())
 
@@ -240,7 +240,7 @@ time.sleep(60)
         (["plan", "--target-batch", "8"], ["{}"], "{steps}"),
         (["plan"], ["{}", "{steps}"], "--target-batch"),
         (["fit", "--target-batch", "8", "--json"], ["{}", "{steps}"], "plan --json"),
-        (["probe", "--batch_size=4"], ["{}"], "--batch-size"),
+        (["probe", "--batch_size=4"], ["{}"], "--batch_size"),
         (["probe", "train.py"], ["{}"], "train.py"),
         (["probe", "--seconds", "0"], ["{}"], "--seconds"),
         (["probe", "--max-micro-batch", "4", "--micro-batch-multiple", "8"], ["{}"], "multiple of 8"),
