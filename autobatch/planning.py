@@ -14,7 +14,6 @@ dynamic programming over the sorted list finds the optimum:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -60,16 +59,14 @@ def check_target(target_batch: int, world_size: int, multiple: int) -> None:
         InputError: it cannot, or a rank would have no micro-batch.
     """
     if target_batch % multiple:
-        least = max(target_batch - target_batch % multiple, multiple)
         raise InputError(
-            f"a target batch of {target_batch:,} cannot be split into multiples of {multiple}, as "
-            f"micro-batches must be (--micro-batch-multiple): use {least:,} or {least + multiple:,}"
+            f"a target batch of {target_batch:,} is no multiple of {multiple}, as micro-batches must be "
+            f"(--micro-batch-multiple): use {math.ceil(target_batch / multiple) * multiple:,}"
         )
     if target_batch < world_size * multiple:
-        lacking = "a sample" if multiple == 1 else f"a micro-batch of {multiple}"
         raise InputError(
-            f"a target batch of {target_batch:,} over {world_size} ranks leaves a rank without {lacking}: "
-            f"use {world_size * multiple:,} or more, or start fewer ranks"
+            f"a target batch of {target_batch:,} over {world_size} ranks leaves a rank without samples: use "
+            f"{world_size * multiple:,} or more, or start fewer ranks"
         )
 
 
@@ -185,32 +182,10 @@ def make_plan(
     )
 
 
-def launched_world_size(environ: Mapping[str, str]) -> int:
-    """Return the number of processes that a launcher (torchrun) has started, 1 without one.
-
-    Raises:
-        InputError: WORLD_SIZE is no whole number over 0.
-    """
-    text = environ.get("WORLD_SIZE", "1")
-    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise InputError(f"WORLD_SIZE of the environment is {text!r}: it must be a whole number, 1 or more")
-    return int(text)
-
-
-def check_world_size(plan: Plan, found: int) -> None:
-    """Raise `InputError` if a plan is for another number of processes, which would change its batch."""
-    if plan.world_size != found:
-        raise InputError(
-            f"the plan is for {plan.world_size} ranks, and autobatch.batches runs in {found} processes, so a "
-            f"step would not have {plan.target_batch} samples: plan with world_size={found}"
-        )
-
-
 def even_split(plan: Plan) -> tuple[int, int]:
     """Return the largest equal micro-batch of a rank that fits, and its accumulation steps.
 
-    Their product is the rank's share. If the share has few divisors (a prime), the micro-batch is small. Then
-    choose another target batch, or `autobatch.batches`, which splits any batch.
+    Their product is the rank's share. If the share has few divisors (a prime), the micro-batch is small.
 
     Raises:
         InputError: the ranks do not divide the target batch into equal parts of the plan's multiple.
@@ -234,13 +209,10 @@ def even_split_note(plan: Plan, limit: int) -> str | None:
     if 2 * size > min(limit, share):
         return None
     parts = math.ceil(share / limit) * plan.world_size * plan.multiple  # the fewest that a batch may have
-    near = " or ".join(
-        f"{parts * one}" for one in (plan.target_batch // parts, plan.target_batch // parts + 1) if one
-    )
     return (
         f"a target batch of {plan.target_batch} splits into equal micro-batches of {size} in {steps} "
-        f"accumulation steps at most, although {limit} samples fit: a target batch of {near} needs fewer "
-        "steps, and autobatch.batches splits any batch"
+        f"accumulation steps at most, although {limit} samples fit: a multiple of {parts} needs fewer steps, "
+        "and autobatch.batches splits any batch"
     )
 
 

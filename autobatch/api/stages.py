@@ -15,13 +15,14 @@ import msgspec
 
 from autobatch.api.run import Run, check_data_of_ranks
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
-from autobatch.core.records import MemoryCurve, Plan, Remedy, Tuning
+from autobatch.core.records import Plan, Remedy, Tuning
 from autobatch.distributed.rank_plan import agree_on_limit
+from autobatch.distributed.ranks import launched_world
 from autobatch.estimates.suggestions import in_words, suggest
 from autobatch.footprint.explain import memory_curve
-from autobatch.planning import launched_world_size, make_plan, split_over_ranks
+from autobatch.planning import make_plan, split_over_ranks
 from autobatch.rehearsal.process import open_process
-from autobatch.rehearsal.setup import Role, SetupInfo, new_allocator
+from autobatch.rehearsal.setup import Role, new_allocator
 from autobatch.report.result import Result
 from autobatch.report.words import plural
 from autobatch.search.find_limit import find_limit
@@ -82,7 +83,7 @@ def plan(run: Run) -> None:
     """
     is_last, world = run.options.command == "plan", run.ranks.world
     if is_last and world == 1:
-        world = run.world_size or launched_world_size(os.environ)
+        world = run.world_size or launched_world(os.environ)
     # An invalid plan must fail before minutes are spent on a probe.
     _plan(run, 1, world)
     samples = run.setup.info.epoch_samples
@@ -95,7 +96,10 @@ def plan(run: Run) -> None:
         run.progress.note(f"learning rate {planned.learning_rate:g}: {planned.learning_rate_source}")
     info = run.setup.info
     planned = msgspec.structs.replace(planned, **_layout(run))
-    curve = _curve_of(limit, info)
+    curve = None
+    if limit.trace is not None and limit.trace.marks:
+        ran = max((attempt.micro_batch for attempt in limit.probe.attempts if attempt.fits), default=1)
+        curve = memory_curve(limit.trace, ran, new_allocator(info, capped=False))
     # A training says it of its own batches.
     notes = statistics_notes(info.batch_norms, planned.micro_batches) if is_last else []
     run.record(plan=planned, title=info.name, memory_curve=curve, notes=notes)
@@ -155,14 +159,6 @@ def _layout(run: Run) -> dict[str, str | None]:
         return {}
     parallel = "replicate" if run.setup.info.shards is None else "shard"
     return {"parallel": parallel, "parallel_reason": run.layout_reason}
-
-
-def _curve_of(limit: Limit, info: SetupInfo) -> MemoryCurve | None:
-    """Return the memory over a step of the run at a limit; None if unknown."""
-    if limit.trace is None or not limit.trace.marks:
-        return None
-    ran = max((attempt.micro_batch for attempt in limit.probe.attempts if attempt.fits), default=1)
-    return memory_curve(limit.trace, ran, new_allocator(info, capped=False))
 
 
 def _plan(run: Run, limit: int, world_size: int) -> Plan:

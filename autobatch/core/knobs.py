@@ -1,4 +1,4 @@
-"""The knobs of the tuner, as data: the choices of each, when it applies and what it does.
+"""The knobs of the tuner, as data: the choices of each, and which of them are tried unasked.
 
 `autobatch.step.apply_knobs` applies them to a model and its optimizer, in the same way for a probe, a trial
 and the training that follows.
@@ -7,7 +7,7 @@ and the training that follows.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from autobatch.core.errors import InputError
@@ -23,6 +23,19 @@ COMPILE = "compile"
 CHANNELS_LAST = "channels_last"
 OPTIMIZER = "optimizer"
 LOADER_WORKERS = "loader_workers"
+KNOBS = {
+    SPLIT: "the micro-batch is a single sample",
+    PRECISION: "--precision was given, or the device has only one native precision",
+    CHECKPOINTING: "the model has no repeated blocks in a ModuleList or a Sequential",
+    COMPILE: "torch.compile does not work here",
+    CHANNELS_LAST: "the model has no 4-D weights, or its batches have no 4-D tensors",
+    OPTIMIZER: "the workload's optimizer has only one implementation, or the workload chose it",
+    LOADER_WORKERS: "this process may use a single core",
+}
+"""Names of the knobs, and the reason why each may not apply, unless the context knows a better one."""
+EXACT = (SPLIT, LOADER_WORKERS)
+"""Knobs of which no choice changes the memory of a micro-batch, or a result by rounding. Others have a limit
+for each choice, and are tuned only if the user names them. Workers draw other random numbers."""
 NOTICEABLE_S = 0.005
 """Seconds that loading a micro-batch must take before workers are tuned by default: handing one over takes a
 millisecond."""
@@ -56,20 +69,30 @@ class TuningContext(NamedTuple):
     gains_from_compile: bool = False
     """True if ``torch.compile`` is worth trying unasked on the device."""
 
+    def choices(self, name: str) -> tuple[Value, ...]:
+        """Return the values of a knob, the default first; fewer than two if it does not apply."""
+        cores = (count for count in (2, 4, 8, 16) if count <= self.cores)
+        known: dict[str, tuple[Value, ...]] = {
+            # Times that the micro-batch is halved: the largest that fits is not always the fastest.
+            SPLIT: tuple(range(min(4, self.micro_batch.bit_length()))),
+            PRECISION: self.precisions,
+            CHECKPOINTING: ("none", "full") if self.blocks else (),
+            COMPILE: ("off", "default", "reduce-overhead")[: 2 + self.gains_from_compile],
+            CHANNELS_LAST: (False, True) if self.images else (),
+            OPTIMIZER: self.optimizers,
+            LOADER_WORKERS: (0, *cores),
+        }
+        return () if self.obstacle(name) else known[name]
 
-class Knob(NamedTuple):
-    """One setting that may be tuned."""
+    def obstacle(self, name: str) -> str | None:
+        """Return the reason why a knob that may have choices cannot be tuned; None if it can."""
+        return {COMPILE: self.compiler, LOADER_WORKERS: self.loader}.get(name)
 
-    name: str
-    choices: Callable[[TuningContext], tuple[Value, ...]]
-    """Values to choose from, the default first; fewer than two if the knob does not apply."""
-    why_not: Callable[[TuningContext], str]
-    """Reason why the knob does not apply."""
-    pays_off: Callable[[TuningContext], bool] = lambda _: True
-    """True if the knob is tuned, or offered if it changes numbers, although the user names no knob."""
-    is_exact: bool = False
-    """True if no choice changes the memory of a micro-batch, or a result by rounding. Other knobs have a
-    limit for each choice, and are tuned only if the user names them."""
+    def pays_off(self, name: str) -> bool:
+        """Return whether a knob is tuned, or offered if it changes numbers, although the user names none."""
+        if name == COMPILE:
+            return self.gains_from_compile and self.planned_steps >= WORTH_COMPILING
+        return name != LOADER_WORKERS or self.fetch_seconds >= NOTICEABLE_S
 
 
 class SearchAxis(NamedTuple):
@@ -79,49 +102,6 @@ class SearchAxis(NamedTuple):
     choices: tuple[Value, ...]
 
 
-KNOBS = (
-    Knob(
-        SPLIT,  # times that the micro-batch is halved: the largest that fits is not always the fastest
-        lambda here: tuple(range(min(4, here.micro_batch.bit_length()))),
-        lambda _: "the micro-batch is a single sample",
-        is_exact=True,
-    ),
-    Knob(
-        PRECISION,
-        lambda here: here.precisions,
-        lambda _: "--precision was given, or the device has only one native precision",
-    ),
-    Knob(
-        CHECKPOINTING,
-        lambda here: ("none", "full") if here.blocks else (),
-        lambda _: "the model has no repeated blocks in a ModuleList or a Sequential",
-    ),
-    Knob(
-        COMPILE,
-        lambda here: () if here.compiler else ("off", "default"),
-        lambda here: str(here.compiler),
-        pays_off=lambda here: here.gains_from_compile and here.planned_steps >= WORTH_COMPILING,
-    ),
-    Knob(
-        CHANNELS_LAST,
-        lambda here: (False, True) if here.images else (),
-        lambda _: "the model has no 4-D weights, or its batches have no 4-D tensors",
-    ),
-    Knob(
-        OPTIMIZER,
-        lambda here: here.optimizers,
-        lambda _: "the workload's optimizer has only one implementation, or the workload chose it",
-    ),
-    Knob(
-        LOADER_WORKERS,
-        lambda here: () if here.loader else (0, *(count for count in (2, 4, 8, 16) if count <= here.cores)),
-        lambda here: here.loader or "this process may use a single core",
-        pays_off=lambda here: here.fetch_seconds >= NOTICEABLE_S,
-        is_exact=True,  # random augmentation draws other numbers, as with another seed
-    ),
-)
-
-
 def parse_knobs(text: str) -> list[str]:
     """Split the value of ``--knobs`` (``micro_batch_shift,precision``) into names.
 
@@ -129,11 +109,10 @@ def parse_knobs(text: str) -> list[str]:
         InputError: no knob has this name; the message gives the nearest name.
     """
     names = [name.strip().replace("-", "_") for name in text.split(",")]
-    known = [knob.name for knob in KNOBS]
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+        if name not in KNOBS:
+            near = difflib.get_close_matches(name, KNOBS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(KNOBS)}"
             raise InputError(f"there is no knob {name!r}; {hint}")
     return list(dict.fromkeys(names))
 
@@ -146,19 +125,19 @@ def applicable(here: TuningContext, asked: Sequence[str] | None = None) -> tuple
         asked: names of knobs; None for those that are tuned by default.
     """
     if asked is None:
-        return _axes(here, [knob for knob in KNOBS if knob.is_exact and knob.pays_off(here)]), []
-    knobs = [knob for knob in KNOBS if knob.name in asked]
-    lacking = [knob for knob in knobs if not _axes(here, [knob])]
-    return _axes(here, knobs), [f"{knob.name} is not tuned: {knob.why_not(here)}" for knob in lacking]
+        return _axes(here, filter(here.pays_off, EXACT)), []
+    axes = _axes(here, [name for name in KNOBS if name in asked])
+    lacking = [name for name in KNOBS if name in asked and name not in {axis.name for axis in axes}]
+    return axes, [f"{name} is not tuned: {here.obstacle(name) or KNOBS[name]}" for name in lacking]
 
 
 def offered(here: TuningContext) -> list[SearchAxis]:
     """Return the knobs that change numbers and usually pay off here, with their choices."""
-    return _axes(here, [knob for knob in KNOBS if not knob.is_exact and knob.pays_off(here)])
+    return _axes(here, [name for name in KNOBS if name not in EXACT and here.pays_off(name)])
 
 
-def _axes(here: TuningContext, knobs: Sequence[Knob]) -> list[SearchAxis]:
-    axes = [SearchAxis(knob.name, knob.choices(here)) for knob in knobs]
+def _axes(here: TuningContext, names: Iterable[str]) -> list[SearchAxis]:
+    axes = [SearchAxis(name, here.choices(name)) for name in names]
     return [axis for axis in axes if len(axis.choices) > 1]
 
 
@@ -169,4 +148,4 @@ def defaults(axes: Sequence[SearchAxis]) -> dict[str, Value]:
 
 def memory_signature(values: Configuration) -> dict[str, Value]:
     """Return the part of a configuration that changes how large a micro-batch fits."""
-    return {knob.name: values[knob.name] for knob in KNOBS if not knob.is_exact and knob.name in values}
+    return {name: values[name] for name in KNOBS if name in values and name not in EXACT}

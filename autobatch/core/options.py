@@ -75,10 +75,8 @@ OTHER_NAMES = {
 
 
 class Option(NamedTuple):
-    """One option. Its annotation declares the first fields, the annotated field all others."""
+    """One option: what `OPTIONS` declares, completed from the field of `Options`."""
 
-    group: str
-    """Its part of the help."""
     text: str
     metavar: str = "N"
     """Placeholder of the value, unless the option is a switch or lists its choices."""
@@ -88,6 +86,7 @@ class Option(NamedTuple):
     """True if only ``--help-all`` shows the option, not ``--help``."""
     check: Callable[[Any], object] | None = None
     """Raises `InputError` for a value that its type accepts, and that is wrong."""
+    group: str = ""
     name: str = ""
     type: Any = None
     """With the ranges of numbers and the patterns of text."""
@@ -134,9 +133,8 @@ class Option(NamedTuple):
         with suppress(ValueError, RuntimeError):  # several numbers
             plain = plain.item() if hasattr(plain, "item") else plain  # of NumPy or torch
         plain = [plain] if self.is_list and isinstance(plain, str) else plain
-        union = get_args(self.type)[0]
-        is_union = get_origin(union) in (Union, UnionType)
-        for kind in get_args(union) if is_union else (self.type,):
+        is_union = get_origin(self.type) in (Union, UnionType)
+        for kind in get_args(self.type) if is_union else (self.type,):
             with suppress(*UNREADABLE):
                 if kind is not NoneType:
                     return msgspec.convert(plain, kind, strict=False)
@@ -144,174 +142,148 @@ class Option(NamedTuple):
         raise InputError(f"{label} must be {self.expected}, found {shown}")
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a run; those that its command does not take have their defaults."""
-
-    command: str = "fit"
-    """The command or library call that they were given to."""
-
-    target_batch: Annotated[
-        AtLeastOne | None,
-        Option("batch", "Samples per optimizer step, exactly.", commands=(*PLANS, "estimate")),
-    ] = None
-    split: Annotated[
-        Literal["auto", "count", "size"],
-        Option(
-            "batch", "Split by count, or by size to save padding. auto: by size if it pays off.", rare=True
+OPTIONS = {
+    "batch": {
+        "target_batch": Option("Samples per optimizer step, exactly.", commands=(*PLANS, "estimate")),
+        "split": Option(
+            "Split by count, or by size to save padding. auto: by size if it pays off.", rare=True
         ),
-    ] = "auto"
-    split_check: Annotated[
-        SplitCheck | None,
-        Option(
-            "batch",
+        "split_check": Option(
             "What to do if a loss cannot be split exactly. Without it: error in fit, note in plan.",
             commands=("fit", "plan"),
             rare=True,
         ),
-    ] = None
-    lr_rule: Annotated[LearningRateRule, Option("batch", "Scale the rate with the batch.")] = "none"
-    base_batch: Annotated[
-        AtLeastOne | None,
-        Option("batch", "Batch that the rate was tuned for. Without it: the workload's base_batch."),
-    ] = None
-
-    sequence: Annotated[
-        AtLeastOne | None, Option("model", "hf: tokens of each sequence, else up to 2048.")
-    ] = None
-    lora: Annotated[
-        AtLeastOne | None, Option("model", "hf: train adapters of this rank, not the weights.", "RANK")
-    ] = None
-    checkpointing: Annotated[bool, Option("model", "hf: recompute the activations of each block.")] = False
-
-    device: Annotated[DeviceName, Option("devices", "auto, cuda, cuda:N, cpu, sim:PROFILE.", "DEVICE")] = (
-        "auto"
-    )
-    memory_budget: Annotated[
-        AtLeastOne | Size | None,
-        Option(
-            "devices",
+        "lr_rule": Option("Scale the rate with the batch."),
+        "base_batch": Option("Batch that the rate was tuned for. Without it: the workload's base_batch."),
+    },
+    "model": {
+        "sequence": Option("hf: tokens of each sequence, else up to 2048."),
+        "lora": Option("hf: train adapters of this rank, not the weights.", "RANK"),
+        "checkpointing": Option("hf: recompute the activations of each block."),
+    },
+    "devices": {
+        "device": Option("auto, cuda, cuda:N, cpu, sim:PROFILE.", "DEVICE"),
+        "memory_budget": Option(
             "Memory that the allocator may hold, as 6GiB or 80%. Without it: what is free, less a headroom.",
             "SIZE",
             check=partial(parse_budget, whole_bytes=TiB),
         ),
-    ] = None
-    precision: Annotated[Precision, Option("devices", "Precision of the forward pass.")] = "fp32"
-    gradient_dtype: Annotated[
-        Literal["auto", "fp32", "weights"],
-        Option(
-            "devices",
+        "precision": Option("Precision of the forward pass."),
+        "gradient_dtype": Option(
             "Type in which gradients of 16-bit weights are summed. weights: half the memory, but rounded.",
             rare=True,
         ),
-    ] = "auto"
-    seed: Annotated[
-        Seed, Option("devices", "Seed of the weights, the data order and the trials.", rare=True)
-    ] = 0
-    ranks: Annotated[
-        Ranks | RankCounts | None, Option("devices", "Processes, one per GPU (estimate: also 1,2,4,8).")
-    ] = None
-    parallel: Annotated[
-        Literal["auto", "replicate", "shard"],
-        Option(
-            "devices",
+        "seed": Option("Seed of the weights, the data order and the trials.", rare=True),
+        "ranks": Option("Processes, one per GPU (estimate: also 1,2,4,8)."),
+        "parallel": Option(
             "A whole model for each rank (DDP), or a part of it (FSDP2). auto: shard if none fits whole.",
             rare=True,
         ),
-    ] = "auto"
-    collective_timeout: Annotated[
-        Positive,
-        Option(
-            "devices", "End the run if a rank lets the others wait longer.", "SECONDS", ("fit",), rare=True
+        "collective_timeout": Option(
+            "End the run if a rank lets the others wait longer.", "SECONDS", ("fit",), rare=True
         ),
-    ] = 1800.0
-
-    max_micro_batch: Annotated[AtLeastOne | None, Option("search", "Largest micro-batch.")] = None
-    micro_batch_multiple: Annotated[
-        AtLeastOne, Option("search", "Micro-batches are multiples of N.", rare=True)
-    ] = 1
-    micro_batch: Annotated[
-        AtLeastOne | None, Option("search", "Only look at this micro-batch.", commands=("probe", "estimate"))
-    ] = None
-    profile: Annotated[
-        list[Text],
-        Option(
-            "search",
-            "Hardware profiles. Without it: the GPU of sim:PROFILE, else all.",
-            "NAME",
-            ("estimate",),
+    },
+    "search": {
+        "max_micro_batch": Option("Largest micro-batch."),
+        "micro_batch_multiple": Option("Micro-batches are multiples of N.", rare=True),
+        "micro_batch": Option("Only look at this micro-batch.", commands=("probe", "estimate")),
+        "profile": Option(
+            "Hardware profiles. Without it: the GPU of sim:PROFILE, else all.", "NAME", ("estimate",)
         ),
-    ] = []
-    snapshot: Annotated[
-        list[Text],
-        Option("search", "Memory snapshots, in place of a WORKLOAD: see record.", "[N=]FILE", ("estimate",)),
-    ] = []
-
-    steps: Annotated[AtLeastOne | None, Option("training", "Optimizer steps to train.")] = None
-    epochs: Annotated[AtLeastOne | None, Option("training", "Passes over the data. Without --steps: 1.")] = (
-        None
-    )
-    max_grad_norm: Annotated[
-        Positive | None,
-        Option("training", "Clip the gradient of each step to this norm.", "NORM", RUNS, rare=True),
-    ] = None
-    ema: Annotated[
-        Decay | None,
-        Option("training", "Average the weights with this decay, as 0.999.", "DECAY", RUNS, rare=True),
-    ] = None
-    on_nonfinite: Annotated[
-        Literal["raise", "skip"],
-        Option(
-            "training",
-            "Stop at a loss or gradient that is not finite, or skip up to 3 such steps in a row.",
-            rare=True,
+        "snapshot": Option(
+            "Memory snapshots, in place of a WORKLOAD: see record.", "[N=]FILE", ("estimate",)
         ),
-    ] = "raise"
-    workers: Annotated[
-        Processes | None, Option("training", "Loader processes. Without it: 0, or as tuned.")
-    ] = None
-    validate_every: Annotated[
-        AtLeastOne | None, Option("training", "Validate every N steps, and at the end.")
-    ] = None
-    checkpoint_every: Annotated[
-        AtLeastOne | Duration | None, Option("training", "Save every N steps, or 15min, and at the end.")
-    ] = None
-    log: Annotated[
-        list[Tracker],
-        Option(
-            "training",
-            "Also log to this tracker, whose package must be installed; may be repeated.",
-            rare=True,
+    },
+    "training": {
+        "steps": Option("Optimizer steps to train."),
+        "epochs": Option("Passes over the data. Without --steps: 1."),
+        "max_grad_norm": Option("Clip the gradient of each step to this norm.", "NORM", RUNS, rare=True),
+        "ema": Option("Average the weights with this decay, as 0.999.", "DECAY", RUNS, rare=True),
+        "on_nonfinite": Option(
+            "Stop at a loss or gradient that is not finite, or skip up to 3 such steps in a row.", rare=True
         ),
-    ] = []
-    keep_last: Annotated[AtLeastTwo, Option("training", "Checkpoints to keep.", rare=True)] = 3
-    resume: Annotated[bool, Option("training", "Continue from the newest valid checkpoint.")] = False
-    out: Annotated[
-        Text | None,
-        Option("training", "Folder of the run. Without it: runs/NAME/DATE (fit).", "DIR", ("fit", "tune")),
-    ] = None
-
-    trials: Annotated[
-        AtLeastZero | None,
-        Option("tuning", "Configurations to measure, 0 for none. Without it: 8, or fewer in fit."),
-    ] = None
-    timeout: Annotated[
-        Positive | None, Option("tuning", "Start no trial after this time.", "SECONDS", rare=True)
-    ] = None
-    knobs: Annotated[
-        Text | None,
-        Option(
-            "tuning",
+        "workers": Option("Loader processes. Without it: 0, or as tuned."),
+        "validate_every": Option("Validate every N steps, and at the end."),
+        "checkpoint_every": Option("Save every N steps, or 15min, and at the end."),
+        "log": Option(
+            "Also log to this tracker, whose package must be installed; may be repeated.", rare=True
+        ),
+        "keep_last": Option("Checkpoints to keep.", rare=True),
+        "resume": Option("Continue from the newest valid checkpoint."),
+        "out": Option("Folder of the run. Without it: runs/NAME/DATE (fit).", "DIR", ("fit", "tune")),
+    },
+    "tuning": {
+        "trials": Option("Configurations to measure, 0 for none. Without it: 8, or fewer in fit."),
+        "timeout": Option("Start no trial after this time.", "SECONDS", rare=True),
+        "knobs": Option(
             "Knobs to tune, as precision,checkpointing. Without it: all that pay off and change no number.",
             "NAMES",
             rare=True,
             check=parse_knobs,
         ),
-    ] = None
-    tune_lr: Annotated[bool, Option("tuning", "Also try learning rates, and use a better one.")] = False
+        "tune_lr": Option("Also try learning rates, and use a better one."),
+    },
+    "output": {
+        "json": Option("Print one JSON object to stdout, all else to stderr."),
+        "quiet": Option("Print the result, but no progress.", rare=True),
+        "verbose": Option("Print the traceback of an error.", rare=True),
+    },
+}
+"""The options in the groups of the help; `Options` has their types and defaults."""
 
-    json: Annotated[bool, Option("output", "Print one JSON object to stdout, all else to stderr.")] = False
-    quiet: Annotated[bool, Option("output", "Print the result, but no progress.", rare=True)] = False
-    verbose: Annotated[bool, Option("output", "Print the traceback of an error.", rare=True)] = False
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a run, which `OPTIONS` describes; those that its command does not take have defaults."""
+
+    command: str = "fit"
+    """The command or library call that they were given to."""
+
+    target_batch: AtLeastOne | None = None
+    split: Literal["auto", "count", "size"] = "auto"
+    split_check: SplitCheck | None = None
+    lr_rule: LearningRateRule = "none"
+    base_batch: AtLeastOne | None = None
+
+    sequence: AtLeastOne | None = None
+    lora: AtLeastOne | None = None
+    checkpointing: bool = False
+
+    device: DeviceName = "auto"
+    memory_budget: AtLeastOne | Size | None = None
+    precision: Precision = "fp32"
+    gradient_dtype: Literal["auto", "fp32", "weights"] = "auto"
+    seed: Seed = 0
+    ranks: Ranks | RankCounts | None = None
+    parallel: Literal["auto", "replicate", "shard"] = "auto"
+    collective_timeout: Positive = 1800.0
+
+    max_micro_batch: AtLeastOne | None = None
+    micro_batch_multiple: AtLeastOne = 1
+    micro_batch: AtLeastOne | None = None
+    profile: list[Text] = []
+    snapshot: list[Text] = []
+
+    steps: AtLeastOne | None = None
+    epochs: AtLeastOne | None = None
+    max_grad_norm: Positive | None = None
+    ema: Decay | None = None
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    workers: Processes | None = None
+    validate_every: AtLeastOne | None = None
+    checkpoint_every: AtLeastOne | Duration | None = None
+    log: list[Tracker] = []
+    keep_last: AtLeastTwo = 3
+    resume: bool = False
+    out: Text | None = None
+
+    trials: AtLeastZero | None = None
+    timeout: Positive | None = None
+    knobs: Text | None = None
+    tune_lr: bool = False
+
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
 
     @property
     def rank_counts(self) -> list[int]:
@@ -350,16 +322,18 @@ def _parts(kind: Any) -> Iterator[Any]:
 @cache
 def all_fields() -> dict[str, Option]:
     """Return every option by its name."""
-    found = {}
-    for field in msgspec.structs.fields(Options)[1:]:
-        option = next(part for part in get_args(field.type) if isinstance(part, Option))
-        found[field.name] = option._replace(
-            commands=option.commands or TAKEN_BY[option.group],
-            name=field.name,
-            type=field.type,
-            default=[] if field.default is msgspec.NODEFAULT else field.default,
+    fields = {field.name: field for field in msgspec.structs.fields(Options)}
+    return {
+        name: option._replace(
+            commands=option.commands or TAKEN_BY[group],
+            group=group,
+            name=name,
+            type=fields[name].type,
+            default=[] if fields[name].default is msgspec.NODEFAULT else fields[name].default,
         )
-    return found
+        for group, options in OPTIONS.items()
+        for name, option in options.items()
+    }
 
 
 @cache

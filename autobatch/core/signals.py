@@ -90,7 +90,7 @@ def stop_on_signals(
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
-    of_others = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    earlier = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     left = threading.Event()
 
     def is_asked_again() -> bool:
@@ -98,8 +98,6 @@ def stop_on_signals(
             while number := reader.recv(1)[0]:
                 if number in STOPPING:
                     arrived.append((number, clock()))
-                elif of_others != -1:  # another library waits for it
-                    os.write(of_others, bytes([number]))
         echo_s = CTRL_C_ECHO_S if arrived and arrived[0][0] == signal.SIGINT else OTHER_ECHO_S
         return any(number != arrived[0][0] or then - arrived[0][1] > echo_s for number, then in arrived)
 
@@ -129,7 +127,7 @@ def stop_on_signals(
     finally:
         left.set()
         watching.join()
-        signal.set_wakeup_fd(of_others)
+        signal.set_wakeup_fd(earlier)
         reader.close()
         writer.close()
 

@@ -134,7 +134,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     Raises:
         InputError: a variable is missing or invalid.
     """
-    world = _number(environ, "WORLD_SIZE", 1, least=1)
+    world = launched_world(environ)
     if world == 1:
         return None
     rank = _number(environ, "RANK")
@@ -160,6 +160,15 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         error_file=Path(error_file) if error_file else None,
         earlier_out=Path(environ[EARLIER_OUT]) if environ.get(EARLIER_OUT) else None,
     )
+
+
+def launched_world(environ: Mapping[str, str]) -> int:
+    """Return the number of processes that a launcher has started, 1 without one.
+
+    Raises:
+        InputError: WORLD_SIZE is no whole number over 0.
+    """
+    return _number(environ, "WORLD_SIZE", 1, least=1)
 
 
 def write_error_file(path: Path | None, line: str, out: Path | None = None) -> None:

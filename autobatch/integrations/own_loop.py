@@ -22,9 +22,8 @@ from autobatch.core.knobs import LOADER_WORKERS
 from autobatch.core.records import Plan
 from autobatch.distributed.engine import Engine, Whole
 from autobatch.distributed.group import Group, join_loop
-from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.ranks import Ranks, launched_world
 from autobatch.distributed.shared_stream import open_sampler
-from autobatch.planning import check_world_size, launched_world_size
 from autobatch.step.counts import CountsAhead
 from autobatch.step.gradients import Gradients, exchange_buffer, norm_of
 from autobatch.step.loss import StepTotals, begin_terms, weigh_loss
@@ -281,7 +280,11 @@ def batches(
             "a WholeBatchLoss needs the rows of the whole batch, which autobatch.batches does not keep: use "
             "autobatch.fit"
         )
-    check_world_size(plan, launched_world_size(os.environ))
+    if plan.world_size != (world := launched_world(os.environ)):
+        raise InputError(
+            f"the plan is for {plan.world_size} ranks, and autobatch.batches runs in {world} processes, so a "
+            f"step would not have {plan.target_batch} samples: plan with world_size={world}"
+        )
     ranks = Ranks() if plan.world_size == 1 else join_loop()
     lengths = {"seed": seed, "steps": steps, "epochs": epochs}
     ranks.check_equal({"target batch": plan.target_batch, "start": start, **lengths})

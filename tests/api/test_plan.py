@@ -35,9 +35,8 @@ def test_the_memory_of_a_plan_is_that_of_its_runs_also_from_a_saved_limit(tmp_pa
         autobatch.fit(deep_transformer(), out=tmp_path / name, **options) for name in ("first", "again")
     )
     ran = {one.micro_batch: one.peak_allocated_bytes for one in found.probe.attempts if one.fits}
-    answer = found.probe.micro_batch
     totals = [sum(sizes) for sizes in zip(*found.memory_curve.categories.values(), strict=True)]
-    assert max(totals) == ran[answer]
+    assert max(totals) == ran[found.probe.micro_batch]
     assert (found.probe.source, again.probe.source[:6]) == ("search", "saved ")
     assert again.memory_curve == found.memory_curve
 

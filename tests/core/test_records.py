@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,6 @@ import pytest
 import autobatch
 from tests.support.sample_run import a_run
 
-ROOT = Path(__file__).parents[2]
 ERRORS: dict[str, tuple[type[Exception], int]] = {
     "AutobatchError": (Exception, 1),
     "InputError": (ValueError, 2),
@@ -28,7 +26,6 @@ ERRORS: dict[str, tuple[type[Exception], int]] = {
 def test_a_run_is_immutable_and_the_same_after_a_trip_through_json() -> None:
     run = a_run()
     assert msgspec.json.decode(msgspec.json.encode(run), type=type(run)) == run
-    assert '"training":null' in msgspec.json.encode(a_run(training=None)).decode()
     with pytest.raises(AttributeError, match="immutable"):
         run.device = None
 
@@ -43,12 +40,6 @@ def test_every_error_has_its_base_and_exit_code_and_survives_a_pickle() -> None:
     assert codes == [130, 143]
 
 
-def test_the_build_and_the_package_have_one_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    path = ROOT / project["tool"]["hatch"]["version"]["path"]
-    assert f'__version__ = "{autobatch.__version__}"' in path.read_text()
-
-
 @pytest.mark.program
 def test_no_library_is_imported_before_something_needs_it() -> None:
     code = (
@@ -56,9 +47,6 @@ def test_no_library_is_imported_before_something_needs_it() -> None:
         "autobatch.integrations\n"
         "assert 'torch' not in sys.modules\n"
         "assert autobatch.integrations.transformers.plan\n"
-        "assert autobatch.integrations.accelerate.plan\n"
         "assert not {'transformers', 'lightning', 'accelerate'} & set(sys.modules)\n"
-        "try:\n    autobatch.integrations.keras\nexcept AttributeError:\n    print('absent')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "absent\n"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)

@@ -1,33 +1,36 @@
-"""Foreign text is shown, never obeyed."""
+"""Foreign text is shown, never obeyed; sizes are read and written."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autobatch import DoesNotFitError, InputError
 from autobatch.core.progress import Broadcast
 from autobatch.core.text import printable
+from autobatch.core.units import GiB, KiB, MiB, TiB, format_bytes, parse_budget, significant
 from tests.support.planted import PLANTED
 from tests.support.probes import Listener
 
+SHOWN = {
+    "3 × 4 – naïve 日本": "3 × 4 – naïve 日本",
+    "\x1b[31mred\x07": r"\x1b[31mred\x07",
+    "\x9b2J": r"\x9b2J",
+    "one\ntwo\r\tthree": r"one\ntwo\r\tthree",
+    "a\u202ecba\u2028": r"a\u202ecba\u2028",
+    "bad \udcff byte": r"bad \udcff byte",
+    "a\xa0b nul\0": "a\xa0b nul\\x00",
+}
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("3 × 4 – naïve 日本", "3 × 4 – naïve 日本"),
-        ("\x1b[31mred\x07", r"\x1b[31mred\x07"),
-        ("\x9b2J", r"\x9b2J"),
-        ("one\ntwo\r\tthree", r"one\ntwo\r\tthree"),
-        ("a\u202ecba", r"a\u202ecba"),
-        ("a\u2028b", r"a\u2028b"),
-        ("bad \udcff byte", r"bad \udcff byte"),
-        ("a\xa0b", "a\xa0b"),
-        ("nul\0", r"nul\x00"),
-    ],
-)
-def test_what_a_terminal_would_obey_is_escaped(text: str, shown: str) -> None:
-    assert printable(text) == shown
-    shown.encode()
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    assert {text: printable(text) for text in SHOWN} == SHOWN
+    short = printable("head" + "x" * 100_000 + "tail")
+    assert (len(short), short[:4], short[-4:]) == (2000, "head", "tail")
+    assert len(printable("\x1b" * 5000, limit=100)) == 100
 
 
 def test_errors_their_notes_and_remarks_show_foreign_text_harmlessly() -> None:
@@ -42,12 +45,42 @@ def test_errors_their_notes_and_remarks_show_foreign_text_harmlessly() -> None:
     assert listener.notes == [" ".join(printable(PLANTED.replace("\r\n", " ")).split())]
 
 
-def test_a_long_text_loses_its_middle_and_keeps_both_ends() -> None:
-    text = "head" + "x" * 100_000 + "tail"
-    short = printable(text)
-    assert len(short) == 2000
-    assert short.startswith("head")
-    assert short.endswith("tail")
-    assert " … " in short
-    assert printable(text, limit=None) == text
-    assert len(printable("\x1b" * 5000, limit=100)) == 100
+UNITS = {"": 1, "B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB, "K": KiB, "MB": 10**6, "GB": 10**9}
+
+
+@given(st.integers(1, 10**9), st.sampled_from(sorted(UNITS)), st.integers(1, 100))
+def test_a_size_is_its_number_times_its_unit_or_a_share(thousandths: int, unit: str, percent: int) -> None:
+    text = f"{thousandths // 1000}.{thousandths % 1000:03d} {unit}"
+    exact = thousandths * UNITS[unit]
+    if exact >= 1000:
+        assert abs(1000 * parse_budget(text.lower(), whole_bytes=GiB) - exact) <= 500
+        assert abs(parse_budget(format_bytes(exact), whole_bytes=GiB) - exact) <= 0.005 * exact
+    share = parse_budget(f"{percent} %", whole_bytes=thousandths)
+    assert share == max(1, thousandths * percent // 100)
+
+
+NO_SIZES = ["", "nonsense", "6 Gibibytes", "1e9", "-1GiB", "0x10", "1,5GiB", "6GiB7", "1.", "inf", "٣GiB", -5]
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ([*NO_SIZES, "9" * 5000, "50%%"], "is not a size in bytes: write it like"),
+        (["0", "0.0 MiB", "0.1B", 0], "a size must be positive"),
+        (["0%", "100.01%", "9999999%"], "more than 0% and at most 100%"),
+    ],
+)
+def test_an_invalid_size_is_refused_in_one_line_that_names_it(texts: list[Any], said: str) -> None:
+    for text in texts:
+        with pytest.raises(InputError, match=said) as found:
+            parse_budget(text, whole_bytes=GiB)
+        assert "\n" not in str(found.value)
+
+
+def test_numbers_have_three_figures() -> None:
+    assert [format_bytes(size) for size in (None, 1023, 10 * KiB - 1, MiB - 1, 5000 * TiB, -3 * GiB)] == [
+        "unknown", "1023 B", "10.0 KiB", "1.00 MiB", "5000 TiB", "-3.00 GiB",
+    ]  # fmt: skip
+    assert [significant(number) for number in (1.751, 999.7, 15_600, 0.012345)] == [
+        "1.75", "1,000", "15,600", "0.0123",
+    ]  # fmt: skip
