@@ -6,7 +6,7 @@ The oracle of a row is the loss as its paper or torch writes it, over the whole 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
-from autobatch import InputError
-from autobatch.device.base import SilentMeter
-from autobatch.step.train_step import train_step
+from autobatch import InputError, WholeBatchLoss
 from autobatch.training.split_check import check_loss_splits
 from autobatch.workload.order import GlobalBatchSampler
 from tests.integrations import test_own_loop
 from tests.support.detection import Detector, scenes
 from tests.support.detection import whole as whole_detection
-from tests.support.steps import EXACT, SAMPLES, Towers, clip, off, split, train_state_of, two_towers
+from tests.support.steps import EXACT, SAMPLES, Towers, clip, off, step_of, train_state_of, two_towers
 from tests.support.training import (
     IGNORED,
     Rows,
@@ -38,23 +36,13 @@ from tests.support.training import (
     tokens,
 )
 
-PAGE = Path(__file__).parents[2] / "docs/loss.md"
-SPLITS = [[1, 23], [20, 3, 1], [7, 7, 7, 3]]
+PAGE = (Path(__file__).parents[2] / "docs/loss.md").read_text(encoding="utf-8")
+WRITTEN: dict[str, Any] = {}
+"""Names that the code of the page defines."""
+for _code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
+    exec(compile(_code, "loss.md", "exec"), WRITTEN)
 DRAW = torch.Generator().manual_seed(2)
-WEIGHTS = torch.tensor([0.2, 1.0, 3.7]).double()
 OTHER_MEAN, MIXED = "a mean over something else than samples", "several samples at once"
-
-
-def functions_of_the_page() -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    for code in re.findall(
-        r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    ):
-        exec(compile(code, PAGE.name, "exec"), names)
-    return names
-
-
-WRITTEN = functions_of_the_page()
 
 
 def drawn(*shape: int) -> Tensor:
@@ -112,12 +100,8 @@ def whole_tokens(model: nn.Module, batch: Any, smoothing: float = 0.0) -> Tensor
     return cross_entropy(scores, labels, ignore_index=IGNORED, label_smoothing=smoothing)
 
 
-def whole_smoothed(model: nn.Module, batch: Any) -> Tensor:
-    return whole_tokens(model, batch, 0.1)
-
-
 def whole_weighted(model: nn.Module, batch: Any) -> Tensor:
-    return cross_entropy(model(batch[0]), batch[1], weight=WEIGHTS)
+    return cross_entropy(model(batch[0]), batch[1], weight=torch.tensor([0.2, 1.0, 3.7]).double())
 
 
 def whole_masked(model: nn.Module, batch: Any) -> Tensor:
@@ -149,13 +133,11 @@ def whole_focal(model: nn.Module, batch: Any) -> Tensor:
 
 def whole_speech(model: nn.Module, batch: Any) -> Tensor:
     """Sum up the losses of one sample at a time, each divided by the length of its text."""
-    sounds, frames, texts, lengths = batch
     losses = []
-    for row in range(len(sounds)):
-        log_probs = model(sounds[row : row + 1]).log_softmax(-1)[0, : frames[row], None]
-        text = texts[row : row + 1, : lengths[row]]
-        one = F.ctc_loss(log_probs, text, frames[row : row + 1], lengths[row : row + 1], reduction="sum")
-        losses.append(one / lengths[row])
+    for sound, frames, text, length in zip(*batch, strict=True):
+        log_probs = model(sound).log_softmax(-1)[:frames, None]
+        loss = F.ctc_loss(log_probs, text[None, :length], frames[None], length[None], reduction="sum")
+        losses.append(loss / length)
     return torch.stack(losses).mean()
 
 
@@ -178,18 +160,13 @@ def whole_critic(model: nn.Module, batch: Any, *, of_mean: bool = False) -> Tens
     """Take the slope of one sample at a time, or wrongly that of the mean of the scores."""
     real, fake, share = batch
     mixed = (share * real + (1 - share) * fake).requires_grad_()
-    scores = model(mixed)
+    scores = model(mixed).flatten()
     if of_mean:
         slopes = list(torch.autograd.grad(scores.mean(), mixed, create_graph=True)[0])
     else:
-        found = [torch.autograd.grad(score, mixed, create_graph=True)[0] for score in scores.flatten()]
-        slopes = [slope[row] for row, slope in enumerate(found)]
+        slopes = [torch.autograd.grad(s, mixed, create_graph=True)[0][row] for row, s in enumerate(scores)]
     penalty = torch.stack([(slope.norm() - 1) ** 2 for slope in slopes]).mean()
     return (model(fake) - model(real)).mean() + 10 * penalty
-
-
-def slope_of_the_mean(model: nn.Module, batch: Any) -> Tensor:
-    return whole_critic(model, batch, of_mean=True)
 
 
 def whole_contrast(model: nn.Module, batch: Any) -> Tensor:
@@ -208,72 +185,63 @@ def sharpness_aware(model: nn.Module, batch: Any) -> Tensor:
     names, parameters = zip(*model.named_parameters(), strict=True)
     slopes = torch.autograd.grad(mean_loss(model, batch), parameters)
     length = torch.cat([slope.flatten() for slope in slopes]).norm()
-    moved = [one + 0.3 * slope / length for one, slope in zip(parameters, slopes, strict=True)]
+    moved = [p + 0.3 * slope / length for p, slope in zip(parameters, slopes, strict=True)]
     return cross_entropy(functional_call(model, dict(zip(names, moved, strict=True)), (batch[0],)), batch[1])
 
 
-def normalized() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-LENGTHS = torch.randint(1, 5, (SAMPLES,), generator=DRAW)
-SPEECH = Rows(
-    drawn(12, 3),
-    torch.randint(9, 13, (SAMPLES,), generator=DRAW),
-    torch.randint(1, 6, (SAMPLES, 4), generator=DRAW),
-    LENGTHS,
-)
 TEXT: dict[str, Any] = {"model": language_model, "train_data": tokens()}
-MASKED: dict[str, Any] = {
-    "model": lambda: mlp(6, 6),
-    "train_data": Rows(drawn(9, 6), chosen(9, share=0.6)),
+MASKED = {"model": lambda: mlp(6, 6), "train_data": Rows(drawn(9, 6), chosen(9, share=0.6))}
+VAE = {"model": Vae, "train_data": Rows(drawn(6), drawn(2))}
+ANCHORS = {"model": lambda: mlp(6, 7), "train_data": Rows(drawn(6), chosen(7, share=0.1))}
+SCENES = {"model": lambda: Detector().double(), "train_data": scenes(SAMPLES)}
+TOWERS = {"model": lambda: Towers().double()}
+SPEECH = {
+    "model": lambda: mlp(3, 6),
+    "train_data": Rows(
+        drawn(12, 3),
+        torch.randint(9, 13, (SAMPLES,), generator=DRAW),
+        torch.randint(1, 6, (SAMPLES, 4), generator=DRAW),
+        torch.randint(1, 5, (SAMPLES,), generator=DRAW),
+    ),
 }
-VAE: dict[str, Any] = {"model": Vae, "train_data": Rows(drawn(6), drawn(2))}
-ANCHORS: dict[str, Any] = {"model": lambda: mlp(6, 7), "train_data": Rows(drawn(6), chosen(7, share=0.1))}
-SCENES: dict[str, Any] = {"model": lambda: Detector().double(), "train_data": scenes(SAMPLES)}
-CRITIC: dict[str, Any] = {
+CRITIC = {
     "model": lambda: mlp(4, 1),
     "train_data": Rows(drawn(4), drawn(4), torch.rand(SAMPLES, 1, generator=DRAW).double()),
 }
-EXACT_ROWS: dict[str, tuple[dict[str, Any], Any, Callable[..., Tensor]]] = {
-    "mean over samples": ({}, mean_loss, mean_loss),
-    "tokens with `ignore_index`": (TEXT, "token_loss", whole_tokens),
-    "label smoothing with `ignore_index`": (TEXT, "smoothed_loss", whole_smoothed),
-    "class weights": ({}, "weighted_loss", whole_weighted),
-    "masked pixels (MAE)": (MASKED, "masked_loss", whole_masked),
-    "sum over the batch (VAE)": (VAE, "vae_loss", whole_vae),
-    "focal loss ÷ positives": (ANCHORS, "focal_loss", whole_focal),
-    "several means: boxes and classes (DETR), tokens and pairs (BERT), tasks": (
-        {**SCENES, "counts": WRITTEN["detection_counts"]},
-        "detection_loss",
-        whole_detection,
+whole_smoothed = partial(whole_tokens, smoothing=0.1)
+slope_of_the_mean = partial(whole_critic, of_mean=True)
+CONTRAST = WholeBatchLoss(represent=two_towers, loss=clip)
+SEVERAL = "several means: boxes and classes (DETR), tokens and pairs (BERT), tasks"
+COUNTS = {"counts": WRITTEN["detection_counts"]}
+ROWS: dict[str, tuple[dict[str, Any], Any, Any, tuple[Any, str] | None]] = {
+    "mean over samples": ({}, mean_loss, mean_loss, None),
+    "tokens with `ignore_index`": (TEXT, "token_loss", whole_tokens, (whole_tokens, OTHER_MEAN)),
+    "label smoothing with `ignore_index`": (
+        TEXT,
+        "smoothed_loss",
+        whole_smoothed,
+        (whole_smoothed, OTHER_MEAN),
     ),
-    "CTC": ({"model": lambda: mlp(3, 6), "train_data": SPEECH}, "speech_loss", whole_speech),
-    "distillation": ({"model": Distilled}, "distilled_loss", whole_distilled),
-    "R-Drop": ({"model": TwoDraws}, "r_drop_loss", whole_r_drop),
-    "gradient penalty": (CRITIC, "critic_loss", whole_critic),
-    "contrastive": ({"model": lambda: Towers().double()}, None, whole_contrast),
-    "balance of experts (MoE)": ({"model": Experts}, "expert_loss", whole_balanced),
-}
-"""Fields of a workload, its loss or the name of that on the page, and the loss over the whole batch."""
-REFUSED = {
-    "tokens with `ignore_index`": (TEXT, whole_tokens, OTHER_MEAN),
-    "label smoothing with `ignore_index`": (TEXT, whole_smoothed, OTHER_MEAN),
-    "class weights": ({}, whole_weighted, OTHER_MEAN),
-    "masked pixels (MAE)": (MASKED, whole_masked, OTHER_MEAN),
-    "sum over the batch (VAE)": (VAE, summed_vae, "a sum over the batch"),
-    "focal loss ÷ positives": (ANCHORS, whole_focal, OTHER_MEAN),
-    "several means: boxes and classes (DETR), tokens and pairs (BERT), tasks": (
-        SCENES,
-        whole_detection,
-        "a sum of several means",
+    "class weights": ({}, "weighted_loss", whole_weighted, (whole_weighted, OTHER_MEAN)),
+    "masked pixels (MAE)": (MASKED, "masked_loss", whole_masked, (whole_masked, OTHER_MEAN)),
+    "sum over the batch (VAE)": (VAE, "vae_loss", whole_vae, (summed_vae, "a sum over the batch")),
+    "focal loss ÷ positives": (ANCHORS, "focal_loss", whole_focal, (whole_focal, OTHER_MEAN)),
+    SEVERAL: (SCENES, "detection_loss", whole_detection, (whole_detection, "a sum of several means")),
+    "CTC": (SPEECH, "speech_loss", whole_speech, None),
+    "distillation": ({"model": Distilled}, "distilled_loss", whole_distilled, None),
+    "R-Drop": ({"model": TwoDraws}, "r_drop_loss", whole_r_drop, None),
+    "gradient penalty": (CRITIC, "critic_loss", whole_critic, (slope_of_the_mean, "differs by")),
+    "contrastive": (TOWERS, CONTRAST, whole_contrast, (whole_contrast, MIXED)),
+    "balance of experts (MoE)": (
+        {"model": Experts},
+        "expert_loss",
+        whole_balanced,
+        (whole_balanced, MIXED),
     ),
-    "gradient penalty": (CRITIC, slope_of_the_mean, "differs by"),
-    "contrastive": ({"model": lambda: Towers().double()}, whole_contrast, MIXED),
-    "balance of experts (MoE)": ({"model": Experts}, whole_balanced, MIXED),
-    "SAM within the loss": ({}, sharpness_aware, MIXED),
+    "SAM within the loss": ({}, None, None, (sharpness_aware, MIXED)),
 }
-"""Fields of a workload, its loss as a plain mean, and the cause that the refusal names."""
+"""Fields of a workload, its loss or the name of that on the page, the loss over the whole batch, and a wrong
+loss with the cause that its refusal names. A row without a right loss is inexact."""
 IN_OWN_LOOPS = {
     "SAM": test_own_loop.test_sharpness_aware_minimization_takes_two_steps,
     "GAN, in its usual order": test_own_loop.test_two_batches_are_the_two_steps_of_a_gan,
@@ -281,45 +249,38 @@ IN_OWN_LOOPS = {
 """Rows of the page that need a loop of one's own, and their tests."""
 
 
-def row(name: str) -> tuple[Any, Callable[..., Tensor]]:
-    fields, loss, whole = EXACT_ROWS[name]
-    if name == "contrastive":
-        loss = WRITTEN["WholeBatchLoss"](represent=two_towers, loss=clip)
-    return make_workload(**fields, loss=WRITTEN[loss] if isinstance(loss, str) else loss), whole
-
-
 def notes_before_training(workload: Any) -> list[str]:
     sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=SAMPLES, seed=0, steps=3)
     return check_loss_splits(make_setup(workload), micro_batch=8, sampler=sampler)
 
 
-@pytest.mark.parametrize("name", EXACT_ROWS)
-def test_a_loss_of_the_page_takes_the_step_of_the_whole_batch(name: str) -> None:
-    workload, whole = row(name)
-    expected, losses = reference(workload, [range(SAMPLES)], whole)
-    for sizes in SPLITS:
-        train_state = train_state_of(workload)
-        fed = train_state.feed(iter(split(workload, sizes)), SilentMeter())
-        result = train_step(train_state, fed, SAMPLES)
-        assert off(train_state, workload, expected) <= EXACT, sizes
-        assert result.loss == pytest.approx(losses[0], rel=EXACT)
-    assert notes_before_training(workload) == []
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_same_loss_as_a_plain_mean_is_refused_before_training(name: str) -> None:
-    fields, loss, cause = REFUSED[name]
-    with pytest.raises(InputError, match=cause):
-        notes_before_training(make_workload(**fields, loss=loss))
+@pytest.mark.parametrize("name", ROWS)
+def test_a_loss_of_the_page_is_exact_and_its_wrong_form_is_refused(name: str) -> None:
+    fields, loss, whole, wrong = ROWS[name]
+    if loss is not None:
+        counts = COUNTS if name == SEVERAL else {}
+        workload = make_workload(**fields, **counts, loss=WRITTEN[loss] if isinstance(loss, str) else loss)
+        expected, losses = reference(workload, [range(SAMPLES)], whole)
+        for sizes in ([1, 23], [20, 3, 1], [7, 7, 7, 3]):
+            train_state = train_state_of(workload)
+            result = step_of(train_state, workload, sizes)
+            assert off(train_state, workload, expected) <= EXACT, sizes
+            assert result.loss == pytest.approx(losses[0], rel=EXACT)
+        assert notes_before_training(workload) == []
+    if wrong is not None:
+        with pytest.raises(InputError, match=wrong[1]):
+            notes_before_training(make_workload(**fields, loss=wrong[0]))
 
 
 def test_batch_statistics_are_named_before_training() -> None:
-    (found,) = notes_before_training(make_workload(model=normalized))
+    (found,) = notes_before_training(
+        make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
+    )
     assert "1 BatchNorm layer computes its statistics over micro-batches of 8 samples, not over" in found
     assert "a momentum of 0.03451 instead of 0.1 would undo" in found
 
 
 def test_every_row_of_the_page_is_held_by_a_test() -> None:
-    rows = re.findall(r"^\| ([^|]+) \|.*\| (yes|no)[^|]*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {name for name, exact in rows if exact == "yes"} == {*EXACT_ROWS, *IN_OWN_LOOPS}
-    assert {name for name, exact in rows if exact == "no"} == {*REFUSED, "BatchNorm"} - {*EXACT_ROWS}
+    rows = dict(re.findall(r"^\| ([^|]+) \|.*\| (yes|no)[^|]*\|$", PAGE, re.MULTILINE))
+    held = {name: "no" if loss is None else "yes" for name, (_, loss, _, _) in ROWS.items()}
+    assert rows == held | dict.fromkeys(IN_OWN_LOOPS, "yes") | {"BatchNorm": "no"}

@@ -20,8 +20,6 @@ from tests.support.probes import Listener, Sequences, classify, pad, work
 from tests.support.rank_server import RankServer
 
 WIDTH = 8
-SECONDS = 60.0
-"""Wall limit of a case in processes of its own."""
 
 
 class WithHoles(Dataset):
@@ -43,17 +41,13 @@ def masked_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
     return Loss(cross_entropy(means, labels, reduction="sum"), len(labels))
 
 
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, 4)
-
-
 @pytest.mark.parametrize("limit", [None, 8])
 def test_samples_that_cannot_be_split_by_size_are_split_by_count(limit: int | None) -> None:
     """A batch of None alone cannot be collated, and no run has one: any 8 samples in a row have others."""
     workload = work(
-        linear,
+        lambda: nn.Linear(WIDTH, 4),
         train_data=WithHoles(),
-        collate=lambda samples: pad([one for one in samples if one is not None]),
+        collate=lambda samples: pad([sample for sample in samples if sample is not None]),
         size_of=lambda sample: 0 if sample is None else len(sample[0]),
         loss=masked_loss,
     )
@@ -91,34 +85,16 @@ def test_a_size_that_did_not_run_is_no_answer() -> None:
     assert sum(plan.micro_batches) == 24
 
 
-OTHER = '''
-"""Another project, whose file has the usual name, too."""
-import torch
-from torch.utils.data import TensorDataset
-from autobatch import Workload
-
-def criterion(model, batch):
-    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-def workload():
-    return Workload(
-        model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3)),
-        train_data=TensorDataset(torch.randn(40, 3, 8, 8), torch.arange(40) % 3),
-        loss=criterion,
-        optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
-        learning_rate=1e-3,
-    )
-'''
-
-
 @pytest.mark.parametrize("is_shown", [True, False])
 def test_a_folder_where_nothing_was_probed_has_no_saved_limit(
     tmp_path: Path, is_shown: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two projects may have a file of the same name."""
     caplog.set_level(logging.INFO, "autobatch")
     listener = Listener()
-    for name, source in (("mine", SMALL.replace('"name": "small",', "")), ("theirs", OTHER)):
-        folder = tmp_path / name
+    mine = SMALL.replace('"name": "small",', "")
+    theirs = mine.replace("Linear(4, 1)", "Linear(4, 1, bias=False)")
+    for folder, source in ((tmp_path / "mine", mine), (tmp_path / "theirs", theirs)):
         folder.mkdir()
         (folder / "train.py").write_text(source)
         monkeypatch.chdir(folder)
@@ -142,10 +118,10 @@ def probe_of_rank(budgets: tuple[str, str]) -> tuple[int, str]:
 def test_ranks_whose_limits_differ_all_tell_the_least(server: RankServer, own_home: Path) -> None:
     def probe(*budgets: str) -> list[tuple[int, str]]:
         environ = {"AUTOBATCH_HOME": str(own_home / "-".join(budgets))}
-        return server.values(probe_of_rank, budgets, environ=environ, seconds=SECONDS)
+        return server.values(probe_of_rank, budgets, environ=environ, seconds=60.0)
 
     (expected, _), _ = probe("40KiB", "40KiB")
-    for limit, said in [*probe("80KiB", "40KiB"), *probe("40KiB", "80KiB")]:
+    for limit, said in probe("80KiB", "40KiB"):
         assert limit == expected
         assert f" {limit} samples" in said
         assert "on others" not in said
@@ -163,12 +139,9 @@ def thread_failing_above(samples: int) -> autobatch.Workload:
     return work(loss=loss)
 
 
-def test_a_thread_that_cannot_start_is_told_as_itself() -> None:
+def test_a_thread_that_cannot_start_is_told_as_itself_and_is_no_want_of_memory() -> None:
     with pytest.raises(RuntimeError, match="thread") as caught:
         autobatch.probe(thread_failing_above(0), device="cpu", memory_budget="1MiB")
     assert not isinstance(caught.value, DoesNotFitError)
-
-
-def test_a_thread_that_cannot_start_is_no_want_of_memory() -> None:
     found = autobatch.probe(thread_failing_above(3), device="cpu", memory_budget="1MiB", max_micro_batch=4)
     assert (found.micro_batch, found.oom_count) == (3, 0)
