@@ -13,37 +13,23 @@ from torch.utils.data import IterableDataset
 import autobatch
 from autobatch import Loss, Plan, Workload
 from autobatch.planning import make_plan
-from tests.support.detection import counts, detection, scenes, whole
-from tests.support.training import (
-    Rows,
-    language_model,
-    make_workload,
-    mean_loss,
-    token_loss,
-    tokens,
-    weights,
-    whole_tokens,
-)
+from tests.support.detection import detection, scenes, whole
+from tests.support.training import TOKENS, Rows, make_workload, mean_loss, weights, whole_tokens
 
 EXACT = 1e-12
 """Relative; everything is computed in float64."""
 SAMPLES = 24
+KINDS = {
+    "mean": (make_workload(), mean_loss),
+    "tokens": (make_workload(**TOKENS), whole_tokens),
+    "terms": (detection(train_data=scenes(SAMPLES)), whole),
+}
+"""Workloads, each with its loss over a whole batch."""
 
 
 def small_plan(target: int = SAMPLES, limit: int = 5, **changes: Any) -> Plan:
     """Plan batches of ``target`` samples in micro-batches of at most ``limit``."""
     return make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=0.1, **changes)
-
-
-KINDS = {
-    "mean": (make_workload(), mean_loss),
-    "tokens": (
-        make_workload(model=language_model, train_data=tokens(), loss=token_loss),
-        whole_tokens,
-    ),
-    "terms": (detection(train_data=scenes(SAMPLES), counts=counts), whole),
-}
-"""Workloads, each with its loss over a whole batch."""
 
 
 def train_in_own_loop(
@@ -62,23 +48,18 @@ def train_in_own_loop(
     return weights(model), losses
 
 
-def walk(workload: Workload, plan: Plan, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield all micro-batches with their batch, and train nothing."""
+def ids_by_batch(data: Any, plan: Plan, *, sampler: Any = None, **options: Any) -> list[list[int]]:
+    """Return the samples of every batch, if each sample is its own index; train nothing."""
+    workload = make_workload(train_data=data, sampler=sampler)
     unused = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
+    ids = []
     for batch in autobatch.batches(workload, plan, optimizer=unused, **options):
+        ids.append([])
         for micro in batch:
-            yield batch, micro
+            ids[-1] += micro.data.tolist()
             batch.backward(Loss(torch.zeros(()), 0))
         assert not batch.step().applied
-
-
-def ids_by_batch(data: Any, plan: Plan, *, sampler: Any = None, **options: Any) -> list[list[int]]:
-    """Return the samples of every batch, if each sample is its own index."""
-    workload = make_workload(train_data=data, sampler=sampler)
-    found: dict[int, list[int]] = {}
-    for batch, micro in walk(workload, plan, **options):
-        found.setdefault(batch.index, []).extend(micro.data.tolist())
-    return list(found.values())
+    return ids
 
 
 class Stream(IterableDataset[Tensor]):
@@ -91,16 +72,28 @@ class Stream(IterableDataset[Tensor]):
         return iter(torch.arange(self.samples))
 
 
-# a GAN
+class Gan:
+    """A generator and a discriminator with their optimizers, alike each time, and their losses."""
 
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+        self.discriminator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.parts = [self.discriminator, self.generator]
+        self.optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in self.parts]
 
-def gan_parts() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
-    """Build a generator, a discriminator and their optimizers, alike in every call."""
-    torch.manual_seed(0)
-    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)).double()
-    discriminator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in (discriminator, generator)]
-    return generator, discriminator, optimizers
+    def judging(self, real: Tensor, noise: Tensor, _: Tensor) -> Tensor:
+        """Return a mean over samples, which also reaches the generator, whose gradient must not count."""
+        judged, fooled = self.discriminator(real), self.discriminator(self.generator(noise))
+        return (softplus(-judged) + softplus(fooled)).mean()
+
+    def fooling(self, _: Tensor, noise: Tensor, weight: Tensor) -> Loss:
+        """Return a mean over weights."""
+        fooled = softplus(-self.discriminator(self.generator(noise)))[:, 0]
+        return Loss((fooled * weight).sum(), weight.sum())
+
+    def weights(self) -> Tensor:
+        return torch.cat([weights(part) for part in self.parts])
 
 
 def gan_data(samples: int = SAMPLES) -> Rows:
@@ -110,50 +103,31 @@ def gan_data(samples: int = SAMPLES) -> Rows:
     return Rows(real, noise, torch.arange(samples).double() % 3)
 
 
-def discriminator_loss(judged: Tensor, fooled: Tensor) -> Tensor:
-    """Return the mean over the samples."""
-    return (softplus(-judged) + softplus(fooled)).mean()
-
-
 def train_gan(plan: Plan, data: Any, sampler: Any = None, *, clip: float | None = None) -> Tensor:
-    """Train in the order of DCGAN; the loss of the generator is a mean over weights.
-
-    The discriminator's loss also reaches the generator, whose gradients of it must not count.
-    """
-    generator, discriminator, both = gan_parts()
-    workload = make_workload(train_data=data, sampler=sampler)
-    of_both = [autobatch.batches(workload, plan, optimizer=one, epochs=2) for one in both]
-    for judging, fooling in zip(*of_both, strict=True):
-        for micro in judging:
-            real, noise, _ = micro.data
-            judging.backward(discriminator_loss(discriminator(real), discriminator(generator(noise))))
-        judging.step(max_grad_norm=clip)
-        for micro in fooling:
-            _, noise, weight = micro.data
-            fooled = softplus(-discriminator(generator(noise)))[:, 0]
-            fooling.backward(Loss((fooled * weight).sum(), weight.sum()))
-        fooling.step(max_grad_norm=clip)
-    return torch.cat([weights(generator), weights(discriminator)])
+    """Train in the order of DCGAN."""
+    gan, workload = Gan(), make_workload(train_data=data, sampler=sampler)
+    of_both = [autobatch.batches(workload, plan, optimizer=each, epochs=2) for each in gan.optimizers]
+    for pair in zip(*of_both, strict=True):
+        for batch, loss in zip(pair, (gan.judging, gan.fooling), strict=True):
+            for micro in batch:
+                batch.backward(loss(*micro.data))
+            batch.step(max_grad_norm=clip)
+    return gan.weights()
 
 
 def train_gan_on_whole_batches(batches: list[list[int]], *, clip: float | None = None) -> Tensor:
     """Train in the same order without autobatch, one pass over each whole batch."""
-    generator, discriminator, optimizers = gan_parts()
-    columns = gan_data().columns
+    gan, columns = Gan(), gan_data().columns
     for ids in batches:
-        real, noise, weight = (column[ids] for column in columns)
-        for place, (part, optimizer) in enumerate(zip((discriminator, generator), optimizers, strict=True)):
-            generator.zero_grad()
-            discriminator.zero_grad()
-            fooled = discriminator(generator(noise))
-            if place == 0:
-                discriminator_loss(discriminator(real), fooled).backward()
-            else:
-                ((softplus(-fooled)[:, 0] * weight).sum() / weight.sum()).backward()
+        for part, optimizer, loss in zip(gan.parts, gan.optimizers, (gan.judging, gan.fooling), strict=True):
+            for each in gan.parts:
+                each.zero_grad()
+            value = loss(*(column[ids] for column in columns))
+            (value.total / value.count if isinstance(value, Loss) else value).backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(part.parameters(), clip)
             optimizer.step()
-    return torch.cat([weights(generator), weights(discriminator)])
+    return gan.weights()
 
 
 class Sam(torch.optim.Optimizer):

@@ -7,22 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from autobatch import Loss, WholeBatchLoss
 from autobatch.training.split_check import examine, first_samples
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.ragged import pad
-from tests.support.training import (
-    IGNORED,
-    Rows,
-    language_model,
-    network,
-    points,
-    token_loss,
-    whole_tokens,
-)
+from tests.support.training import IGNORED, Rows, language_model, network, points
+
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 9.0])
 
 
 def examined(setup: Any, micro_batch: int = 8) -> Any:
@@ -32,26 +25,41 @@ def examined(setup: Any, micro_batch: int = 8) -> Any:
     return examine(setup, micro_batch, first_samples(sampler))
 
 
-CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 9.0])
-
-
-def texts(short: int) -> list[tuple[Tensor, Tensor]]:
-    """Make 300 texts of 12 tokens, of which 2 % have fewer."""
-    draw = torch.Generator().manual_seed(5)
-    rows = [torch.randint(1, 7, (short if at % 50 == 17 else 12,), generator=draw) for at in range(300)]
-    return [(ids, ids.roll(1)) for ids in rows]
-
-
-def mask_tokens(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def mask_tokens(samples: list[tuple[Tensor]]) -> dict[str, Tensor]:
     """Hide 15 % of the tokens at random, as the collate function of a masked language model does."""
     ids = torch.stack([sample[0] for sample in samples])
     hidden = torch.rand(ids.shape) < 0.15
-    return [ids.masked_fill(hidden, 0), ids.masked_fill(~hidden, IGNORED)]
+    return {"ids": ids.masked_fill(hidden, 0), "labels": ids.masked_fill(~hidden, IGNORED)}
 
 
-def taking(loss: Any) -> Any:
-    """Return a loss that takes its labels out of the batch, as some do."""
-    return lambda model, batch: loss(model, (batch[0], batch.pop()))
+def masked_mean(model, batch):
+    """Return the mean over the hidden tokens of the batch, and take an entry out of the batch."""
+    labels = batch.pop("labels")
+    return cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def masked_sum(model, batch):
+    labels = batch.pop("labels")
+    scores = model(batch["ids"]).flatten(0, 1)
+    total = cross_entropy(scores, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return Loss(total, (labels != IGNORED).sum())
+
+
+def few_short_texts() -> list[tuple[Tensor, Tensor]]:
+    """Make 300 texts of 12 tokens, of which 2 % have 3."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [3 if index % 50 == 17 else 12 for index in range(300)]
+    texts = [torch.randint(1, 7, (length,), generator=generator) for length in lengths]
+    return [(ids, ids.roll(1)) for ids in texts]
+
+
+def pad(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    ids, labels = map(list, zip(*samples, strict=True))
+    padded = nn.utils.rnn.pad_sequence
+    return {
+        "ids": padded(ids, batch_first=True),
+        "labels": padded(labels, batch_first=True, padding_value=IGNORED),
+    }
 
 
 def rare_class() -> Rows:
@@ -68,69 +76,58 @@ def weighted_mean(model, batch):
 
 
 def weighted_sum(model, batch):
-    scores = model(batch[0])
-    weight = CLASS_WEIGHTS.to(scores.dtype)
-    return Loss(cross_entropy(scores, batch[1], weight=weight, reduction="sum"), weight[batch[1]].sum())
+    weight = CLASS_WEIGHTS.to(batch[0].dtype)[batch[1]]
+    return Loss((cross_entropy(model(batch[0]), batch[1], reduction="none") * weight).sum(), weight.sum())
 
 
 class Views(Rows):
     """Two augmented views of each point, drawn by Python, NumPy and torch."""
 
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         point = self.columns[0][index]
-        noise = torch.randn(2, 5) / 9 + float(np.random.normal()) / 9
-        return tuple(point * random.uniform(0.8, 1.2) + noise)
+        return self._view(point), self._view(point)
 
-
-def both_views(model, batch):
-    return torch.cat([model(view) for view in batch], 1)
+    def _view(self, point: Tensor) -> Tensor:
+        return point * random.uniform(0.8, 1.2) + float(np.random.normal()) / 9 + torch.randn(5) / 9
 
 
 def info_nce(_, rows):
-    one, other = (normalize(view) for view in rows.chunk(2, 1))
+    one, other = normalize(rows[0]), normalize(rows[1])
     return cross_entropy(one @ other.T * 5, torch.arange(len(one)))
 
 
-def noisy_error(model, batch):
-    """Return the error of each sample beside noise, as a diffusion model has it."""
+def both_views(model, batch):
+    return model(batch[0]), model(batch[1])
+
+
+def contrast(model, batch):
+    return info_nce(model, both_views(model, batch))
+
+
+def noisy_mean(model, batch):
+    """Return the mean error beside noise, as a diffusion model has it."""
     noise = torch.rand(batch[0].shape, dtype=batch[0].dtype)
     level = torch.randint(1, 5, (len(batch[0]), 1))
-    return cross_entropy(model(batch[0] + noise / level), batch[1], reduction="none")
+    return cross_entropy(model(batch[0] + noise / level), batch[1])
 
 
-SCALE, MIXED, SUMMED = (
-    "a mean over something else than samples",
-    "several samples at once",
-    "a sum over the batch",
-)
+def noisy_sum(model, batch):
+    return noisy_mean(model, batch) * len(batch[0])
+
+
+TEXTS = Rows(torch.randint(1, 7, (200, 12), generator=torch.Generator().manual_seed(3)))
+MASKED: dict[str, Any] = {"model": language_model, "train_data": TEXTS, "collate": mask_tokens}
+SHORT: dict[str, Any] = {"model": language_model, "train_data": few_short_texts(), "collate": pad}
+VIEWS: dict[str, Any] = {
+    "train_data": Views(points(60, dtype=torch.float32).columns[0]),
+    "model": lambda: network(torch.float32),
+}
+SCALE, MIXED = "a mean over something else than samples", "several samples at once"
 PAIRS: dict[str, tuple[dict[str, Any], Any, Any, str]] = {
-    "masked tokens": (
-        {"model": language_model, "train_data": texts(12), "collate": mask_tokens},
-        taking(whole_tokens),
-        taking(token_loss),
-        SCALE,
-    ),
-    "few short texts": (
-        {"model": language_model, "train_data": texts(3), "collate": pad},
-        whole_tokens,
-        token_loss,
-        SCALE,
-    ),
+    "masked tokens": (MASKED, masked_mean, masked_sum, SCALE),
     "class weights": ({"train_data": rare_class()}, weighted_mean, weighted_sum, SCALE),
-    "augmented views": (
-        {
-            "model": lambda: network(torch.float32),
-            "train_data": Views(points(60, dtype=torch.float32).columns[0]),
-        },
-        lambda model, batch: info_nce(model, both_views(model, batch)),
-        WholeBatchLoss(represent=both_views, loss=info_nce),
-        MIXED,
-    ),
-    "a sum with noise": (
-        {},
-        lambda model, batch: noisy_error(model, batch).sum(),
-        lambda model, batch: noisy_error(model, batch).mean(),
-        SUMMED,
-    ),
+    "few short texts": (SHORT, masked_mean, masked_sum, SCALE),
+    "augmented views": (VIEWS, contrast, WholeBatchLoss(represent=both_views, loss=info_nce), MIXED),
+    "a sum with noise": ({}, noisy_sum, noisy_mean, "a sum over the batch"),
 }
 """Fields of a workload, its wrong loss, its right loss, and the cause that a message names."""

@@ -99,7 +99,7 @@ def test_a_loss_that_cannot_be_split_is_an_error_of_one_line_with_both_figures_a
         assert "\n" not in str(caught.value)
 
 
-DRAWING = {"views drawn in the forward pass", "a sum with noise", "class weights with dropout"}
+DRAWING = {"a sum with noise"}
 """Losses that draw in each forward pass, also in eval mode."""
 HIDDEN = "its draws alone change the gradient"
 PASSES = {
