@@ -1,4 +1,4 @@
-"""What benchmarks share: options, clocks, the machine and the versions, tables, and the results."""
+"""What benchmarks share: options, the machine and the versions, tables, and the results."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import datetime
 import os
 import platform
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 from autobatch.core.units import format_bytes
 
 RESULTS = Path(__file__).parent / "results"
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def arguments(about: str | None, /, **defaults: Any) -> argparse.Namespace:
@@ -44,19 +42,18 @@ def arguments(about: str | None, /, **defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def save(topic: str, table: str, *distributions: str, **given: object) -> Path:
+def save(topic: str, table: str, **given: object) -> Path:
     """Write a table of this machine, below its hardware, versions, date and load.
 
     Args:
         topic: name of the file in `RESULTS`, which it replaces.
         table: in Markdown.
-        distributions: further packages whose versions count.
         given: the options of the benchmark.
     """
     from autobatch.device.host import cpu_name, host_memory
 
     versions = [f"Python {platform.python_version()}"]
-    for name in ("torch-autobatch", "torch", *distributions):
+    for name in ("torch-autobatch", "torch", "optuna"):
         with suppress(PackageNotFoundError):
             versions.append(f"{name} {version(name)}")
     cores, memory = os.cpu_count(), format_bytes(host_memory().total_bytes)
@@ -73,37 +70,3 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Write a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-def in_turn(
-    loops: Mapping[str, Callable[[], object]],
-    rounds: int,
-    steps: int = 1,
-    before: Callable[[], object] = lambda: None,
-) -> dict[str, dict[str, list[float]]]:
-    """Time a few steps of each loop in every round.
-
-    The order rotates, so that no loop always follows the same other one, and other load on the machine
-    affects all of them equally.
-
-    Args:
-        loops: each takes one step.
-        rounds: the number of rounds.
-        steps: steps of a loop in one round.
-        before: runs before each loop, and is not timed.
-
-    Returns:
-        By loop and clock, the seconds of a step in each round.
-    """
-    names = list(loops)
-    found: dict[str, dict[str, list[float]]] = {name: {clock: [] for clock in CLOCKS} for name in names}
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            before()
-            start = {clock: read() for clock, read in CLOCKS.items()}
-            for _ in range(steps):
-                loops[name]()
-            for clock, read in CLOCKS.items():
-                found[name][clock].append((read() - start[clock]) / steps)
-    return found

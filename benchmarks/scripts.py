@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STEPS = 3
+HEAD = ("script", "budget", "largest", "it runs", "one more runs", "runs", "errors", "seconds")
 GIB = 1 << 30
 
 
@@ -102,13 +103,7 @@ BF16 = "--amp --amp-dtype bfloat16"
 UNET = ("milesial/Pytorch-UNet", "21d7850f2af3", ".")
 SCRIPTS = (
     Script("nanoGPT", *NANOGPT, f"python train.py {GPT_FLAGS} --batch_size={{}}", 4, tokens),
-    Script(
-        "nanoGPT, 2 ranks",
-        *NANOGPT,
-        f"{RANKS} {GPT_FLAGS} --batch_size={{}}",
-        4,
-        tokens,
-    ),
+    Script("nanoGPT, 2 ranks", *NANOGPT, f"{RANKS} {GPT_FLAGS} --batch_size={{}}", 4, tokens),
     Script("ResNet-50", *EXAMPLES, "imagenet", "python main.py --dummy -a resnet50 -j 1 -b {}", 4),
     Script("ResNet-18", *EXAMPLES, "imagenet", "python main.py --dummy -a resnet18 -j 1 -b {}", 2),
     Script("DCGAN", *EXAMPLES, "dcgan", "python main.py --dataset fake --accel --batchSize {}", 2),
@@ -185,11 +180,7 @@ def main() -> None:
             except subprocess.CalledProcessError as error:
                 rows.append([script.name, f"exit code {error.returncode}", *[""] * 6])
             print(*rows[-1], flush=True)
-    print(
-        markdown(
-            ("script", "budget", "largest", "it runs", "one more runs", "runs", "errors", "seconds"), rows
-        )
-    )
+    print(markdown(HEAD, rows))
 
 
 if __name__ == "__main__":

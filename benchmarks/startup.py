@@ -1,4 +1,4 @@
-"""Time of whole processes: the help, a small run of one step, and the demo in an empty directory.
+"""Time of whole processes: the help, and the demo in an empty directory.
 
 python -m benchmarks.startup
 """
@@ -15,33 +15,15 @@ import time
 from pathlib import Path
 
 from benchmarks.report import arguments, markdown, save
-from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
-PLAIN = """
-import torch
-from benchmarks.startup import small
-task = small()
-model = task.model()
-optimizer = task.optimizer(model.parameters(), 1e-3)
-batch = torch.utils.data.default_collate([task.train_data[n] for n in range(64)])
-task.loss(model, batch).backward()
-optimizer.step()
-"""
-"""A loop of torch of one step."""
-STEP = "-m autobatch fit benchmarks.startup:small --target-batch 64 --steps 1 --trials 0 --quiet"
 PROCESSES = {
     "python -c pass": (15, ["-c", "pass"]),
     "autobatch --help": (15, ["-m", "autobatch", "--help"]),
     "autobatch fit --help": (15, ["-m", "autobatch", "fit", "--help"]),
-    "one step, a loop of torch": (5, ["-c", PLAIN]),
-    "one step, fit": (5, STEP.split()),
-    "one step, fit --device sim:rtx-4090": (5, [*STEP.split(), "--device", "sim:rtx-4090"]),
     "the demo": (1, ["-m", "autobatch", "fit", "--target-batch", "1024", "--quiet"]),
 }
 """How often each process runs, and its arguments."""
-
-small = WORKLOADS["mlp"]
 
 
 def wall(words: list[str]) -> float:
@@ -67,7 +49,7 @@ def main() -> None:
     table = markdown(("process", "least, s", "median, s"), rows)
     print(table)
     if not options.no_save:
-        print(save("startup", table, "optuna"))
+        print(save("startup", table))
 
 
 if __name__ == "__main__":

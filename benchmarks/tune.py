@@ -115,7 +115,7 @@ def main() -> None:
     text = markdown(head, [(name, *row.values()) for name, row in rows.items()])
     print(text)
     if not options.no_save:
-        print(save("tune", text, "optuna", trials=options.trials))
+        print(save("tune", text, trials=options.trials))
 
 
 if __name__ == "__main__":

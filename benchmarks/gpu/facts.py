@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 from torch.nn import functional
 
 from autobatch.core.units import GiB, MiB
-from autobatch.device import nvml
 from benchmarks.gpu.device import GPU, about, open_gpu, room
 from benchmarks.gpu.speed import timed
 
@@ -28,18 +26,6 @@ def versions() -> dict[str, Any]:
     properties = about()
     total = torch.cuda.mem_get_info(GPU)[1]
     return properties | {"driver_total_bytes": total, "totals_agree": total == properties["total_bytes"]}
-
-
-def readings_of_nvml() -> dict[str, Any]:
-    """Read NVML, and check that it lists this process."""
-    gpu = nvml.read_gpu(about()["uuid"])
-    listed = [] if isinstance(gpu, nvml.NvmlAbsent) else [one.pid for one in gpu.holders]
-    return {
-        "gpu": str(gpu),
-        "free_bytes": getattr(gpu, "free_bytes", None),
-        "cuda_free_bytes": torch.cuda.mem_get_info(GPU)[0],
-        "lists_this_process": os.getpid() in listed,
-    }
 
 
 def growth_of_context() -> dict[str, int]:
@@ -107,7 +93,6 @@ def speeds() -> dict[str, float]:
 FACTS: dict[str, Callable[[], dict[str, Any]]] = {
     "versions": versions,
     "context": growth_of_context,  # before anything else loads kernels
-    "nvml": readings_of_nvml,
     "sessions": start_of_sessions,
     "cap": cap,
     "speeds": speeds,

@@ -116,22 +116,11 @@ def moved(batch: Any, device: torch.device) -> Any:
 def measure(name: str, budget_mib: int) -> dict[str, Any]:
     """Measure a limit and the truth around it."""
     row: dict[str, Any] = {"workload": name, "budget_mib": budget_mib, "torch": str(torch.__version__)}
-    try:
-        row |= alone(probe, name, budget_mib)
-        here, above = (alone(loop, name, budget_mib, row["found"] + more) for more in (0, 1))
-        row |= {"loop": here, "next_fits": above["fits"], "exact": here["fits"] and not above["fits"]}
-        if predicted := alone(estimate, name, row["found"]):
-            row["estimate"] = predicted
-    except Exception as error:  # the other limits are measured all the same
-        row["failed"] = f"{type(error).__name__}: {error}"[:400]
-    return row
-
-
-def checked(name: str, budget_mib: int) -> dict[str, Any]:
-    """Measure a limit, and raise if that failed."""
-    row = measure(name, budget_mib)
-    if "failed" in row:
-        raise RuntimeError(row["failed"])
+    row |= alone(probe, name, budget_mib)
+    here, above = (alone(loop, name, budget_mib, row["found"] + more) for more in (0, 1))
+    row |= {"loop": here, "next_fits": above["fits"], "exact": here["fits"] and not above["fits"]}
+    if predicted := alone(estimate, name, row["found"]):
+        row["estimate"] = predicted
     return row
 
 
@@ -151,7 +140,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     """Return a table with one line per version of torch."""
     lines = []
     for version in sorted({row["torch"] for row in rows}):
-        own = [row for row in rows if row["torch"] == version and "failed" not in row]
+        own = [row for row in rows if row["torch"] == version]
         counts = [[row[name] for row in own] for name in ("runs", "errors")]
         cells = [version, len(own), sum(row["exact"] for row in own)]
         cells += [f"{statistics.median(some):g}, {max(some)}" for some in counts]
@@ -173,11 +162,14 @@ def main() -> None:
         for budget_mib in CASES[name].budgets_mib:
             if (name, budget_mib) in done or time.perf_counter() - start > options.seconds:
                 continue
-            row = measure(name, budget_mib)
-            rows.append(row)
-            options.out.write_text("[\n" + ",\n".join(json.dumps(one) for one in rows) + "\n]\n")
-            said = row.get("failed") or f"{row['found']:6} exact {row['exact']} runs {row['runs']}"
-            print(f"{name:20} {budget_mib:6} MiB  {said}", flush=True)
+            print(name, budget_mib, "MiB", end=" ", flush=True)
+            try:
+                rows.append(measure(name, budget_mib))
+            except Exception as error:  # the other limits are measured all the same
+                print(f"{type(error).__name__}: {error}"[:400], flush=True)
+                continue
+            options.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+            print(*(f"{key} {rows[-1][key]}" for key in ("found", "exact", "runs")), flush=True)
     print(summary(rows))
 
 

@@ -43,7 +43,7 @@ def limits_of(names: Sequence[str], which: int) -> list[Unit]:
     """Return the units of limits under one of the budgets of their cases."""
     asked = [(name, CASES[name].budgets_mib[which]) for name in names]
     return [
-        Unit(f"limit/{name} {mib} MiB", 40, partial(limits.checked, name, mib))
+        Unit(f"limit/{name} {mib} MiB", 40, partial(limits.measure, name, mib))
         for name, mib in asked
         if mib << 20 <= room()
     ]

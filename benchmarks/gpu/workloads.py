@@ -209,14 +209,6 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     return model(**batch).loss
 
 
-def fused(params: Any, learning_rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=learning_rate, fused=True)
-
-
-def one_by_one(params: Any, learning_rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=learning_rate, foreach=False)
-
-
 def case(
     model: Make,
     data: Make,
@@ -235,6 +227,7 @@ text = partial(texts, 256, words=WORDS)
 uneven = partial(texts, *(256 * (16 + number) // 31 for number in range(16)), words=WORDS)
 decoder = partial(Decoder, 512, 8, 8)
 lstm = partial(Lstm, 256, 512, 2, vocabulary=WORDS)
+one_by_one = partial(torch.optim.AdamW, foreach=False)
 length = {"size_of": lambda sample: len(sample[0])}
 gpt_124m = partial(Decoder, 768, 12, 12, words=50257, length=512)
 MIB = {"gpt": (1500, 4096), "residual": (400, 1200)}
@@ -254,7 +247,9 @@ CASES: dict[str, Case] = {
     "autoencoder": case(autoencoder, partial(images, 64), (400, 1500), reconstruct, **FP32),
     "vision-transformer": case(Patches, partial(images, 224, 1000), (900, 3000)),
     "gpt": case(decoder, text, MIB["gpt"], next_token),
-    "gpt-fused": case(decoder, text, MIB["gpt"], next_token, optimizer=fused),
+    "gpt-fused": case(
+        decoder, text, MIB["gpt"], next_token, optimizer=partial(torch.optim.AdamW, fused=True)
+    ),
     "gpt-one-by-one-fp32": case(decoder, text, MIB["gpt"], next_token, optimizer=one_by_one, **FP32),
     "gpt-fp16": case(decoder, text, MIB["gpt"], next_token, **FP16),
     "gpt-checkpointed": case(partial(decoder, recompute=True), text, (1200, 3000), next_token),

@@ -6,8 +6,8 @@
 
 ``recordings`` takes memory snapshots of torch, or their reduced form (tests/recordings). ``limits`` and
 ``peaks`` predict the rows of ``benchmarks/published/data``, one at a time, and leave out those that the files
-of results have. The sources' own models are imported from the checkouts: ``timm``, a checkout or its package,
-beside torchvision in ``site``; and ``litgpt-COMMIT``, a checkout for each commit in the data.
+of results have. The sources' own models are imported from the checkouts: ``timm``, a checkout or its package
+(with torchvision installed); and ``litgpt-COMMIT``, a checkout for each commit in the data.
 """
 
 from __future__ import annotations

@@ -65,15 +65,7 @@ def peak_of(checkouts: Path, row: Row) -> dict[str, object]:
 
 def timm_step(checkouts: Path, row: Row) -> Published:
     """Return training as timm's benchmark runs it: SGD with Nesterov momentum on images of one size."""
-    sys.path[:0] = [str(checkouts / "timm"), str(checkouts / "site")]
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:  # a wheel for another build of torch: its two operators are declared, and not called
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        for operator in ("nms", "qnms"):
-            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{operator}", signature)
+    sys.path.insert(0, str(checkouts / "timm"))
     timm = importlib.import_module("timm")
     layout = torch.channels_last if row["layout"] == "nhwc" else torch.contiguous_format
     shape = (3, int(row["image"]), int(row["image"]))

@@ -17,7 +17,6 @@ SHORT = ("mlp-no-bias", "residual-fp16", "gpt-checkpointed", "gpt-fused")
 )
 def test_a_limit_is_exact(name: str) -> None:
     row = measure(name, CASES[name].budgets_mib[0])
-    assert "failed" not in row, row
     assert row["exact"], row
     assert row["runs"] <= 8, row["sizes"]
     assert row["errors"] <= 2, row["sizes"]
