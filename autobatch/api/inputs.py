@@ -12,6 +12,7 @@ import msgspec
 
 from autobatch.api.run import Run, check_data_of_ranks, claim, make_room
 from autobatch.api.stages import OPENING, open_workload, plan, tune_and_split
+from autobatch.core.errors import InputError
 from autobatch.core.records import Plan, RunRecord
 from autobatch.distributed.rank_plan import shards_of
 from autobatch.distributed.shared_stream import open_sampler, split_note
@@ -85,7 +86,12 @@ def resume(run: Run) -> RunInputs:
     for line in checkpoint.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     stored = msgspec.convert(checkpoint.facts["plan"], Plan)
-    shares = options.parallel == "shard" or (options.parallel == "auto" and shards_of(stored) is not None)
+    is_shared = shards_of(stored) is not None
+    if options.parallel == "shard" and not is_shared:
+        raise InputError(
+            "--parallel shard cannot resume a run of whole models: leave it out, or begin a new run"
+        )
+    shares = is_shared and options.parallel != "replicate"
     setup = _open_to_train(run, workload, ranks.world if shares and ranks.world > 1 else None)
     stream = setup.stream
     samples = None if stream is None else _count(run, lambda: count_samples(stream))

@@ -188,7 +188,7 @@ def _run(
     world_size = fields.get("world_size")
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise InputError(f"world_size must be a whole number of 1 or more, found {world_size!r}")
-    with listening(progress) as listener, joined_ranks(environ) as ranks:
+    with listening(progress) as listener, joined_ranks(environ, options.collective_timeout) as ranks:
         return run_command(Run(workload=workload, options=options, progress=listener, ranks=ranks, **fields))
 
 

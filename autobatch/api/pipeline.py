@@ -44,7 +44,6 @@ def run_command(run: Run) -> Result:
         DoesNotFitError: not even a micro-batch of 1 fits.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    run.ranks.limit_wait(run.options.collective_timeout)
     agree_on_options(run)
     if run.ranks.rank == 0:
         check_trackers(run.options.log)

@@ -106,14 +106,18 @@ class Run:
 
 
 @contextmanager
-def joined_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
+def joined_ranks(environ: Mapping[str, str], limit_s: float) -> Iterator[Ranks]:
     """Join the ranks of the launcher within the block; an exception there ends all of them.
+
+    Args:
+        environ: describes the launch.
+        limit_s: longest wait for another rank in seconds.
 
     Raises:
         InputError: the environment describes no launch.
         EarlierVerdict: an earlier start of the same run ended for good.
     """
-    ranks = open_ranks(environ)
+    ranks = open_ranks(environ, limit_s)
     try:
         yield ranks
     except BaseException as error:

@@ -179,7 +179,7 @@ def _run(call: Call) -> int:
             end_now(ended.code)  # what torch keeps for its ranks must not hold up the end
         if name == "plan" and "RANK" not in os.environ:
             call.ranks = Ranks()  # WORLD_SIZE alone asks for a plan for another launcher
-        call.ranks = ranks = call.ranks or open_ranks(os.environ)
+        call.ranks = ranks = call.ranks or open_ranks(os.environ, options.collective_timeout)
         if ranks.world > 1 and count is None:
             per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
             hosts = os.environ.get("GROUP_WORLD_SIZE", "1")

@@ -12,16 +12,15 @@ A loss of several terms needs what each of them counts on all ranks before the b
 exchange their counts in one message, and one that ran out of memory sends none.
 
 A loss that sees all samples (`WholeBatchLoss`) needs the representations of all ranks before the backward
-pass. Each rank writes those of its own samples into a table that is zero elsewhere. The ranks vote whether
-memory ran out, and then sum the tables: the sum has all representations, bit for bit. Every rank computes the
-loss of the whole batch, and runs the backward pass of its own samples from the gradients of their
-representations. The sum over the ranks is the gradient of one pass.
+pass. Each rank writes those of its own samples into a table that is zero elsewhere, and the sum of the tables
+has all of them, bit for bit. Every rank computes the loss of the whole batch, and runs the backward pass of
+its own samples from the gradients of their representations. The sum over the ranks is the gradient of one
+pass.
 
 With a sharded model, FSDP2 gathers parameters and reduces gradients in every micro-batch, so all ranks run as
-many of them: a rank with fewer runs some of weight 0, in a pass that counts too. Gradients are summed as they
-are, and each rank has the sums of its shards. One reduction then carries the numbers of every rank and Σg² of
-its shards. If memory runs out on one rank, the others wait for it in the middle of a pass, and nothing can be
-repeated: all ranks leave, and start again in smaller micro-batches.
+many of them: a rank with fewer runs some of weight 0. Gradients are summed as they are, and each rank has the
+sums of its shards. If memory runs out on one rank, the others wait for it in the middle of a pass, and
+nothing can be repeated: all ranks leave, and start again in smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,24 +39,15 @@ from autobatch.core.errors import InputError
 from autobatch.core.signals import SharedRequest, StopRequest
 from autobatch.distributed.group import Group, is_of_collective
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.reduce import (
-    RankNumbers,
-    Reduction,
-    num_cells,
-    numbers_of,
-    read_numbers,
-    sum_totals,
-    write_numbers,
-)
+from autobatch.distributed.reduce import RankTotals, sum_gradients, sum_totals, totals_of
 from autobatch.step.gradients import norm_of
-from autobatch.step.loss import StepTotals, Term, numbers_of_terms
-from autobatch.step.loss import read_numbers as read_on_host
+from autobatch.step.loss import StepTotals
 from autobatch.step.restore import BufferSnapshot
-from autobatch.step.train_state import TrainState, precision_context
+from autobatch.step.train_state import TrainState
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.contract import Collated, WholeBatchLoss
-from autobatch.workload.nested import Passes, tensors_of
-from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
+from autobatch.workload.nested import map_tensors, tensors_of
+from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,6 +58,7 @@ MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches on the device, each with its number of samples."""
 Filler = Callable[[], tuple[Collated, int]]
 """Returns a micro-batch on the device with its samples, for a rank that has none."""
+T = TypeVar("T")
 
 
 class OutOfMemory(NamedTuple):
@@ -89,6 +80,8 @@ class Engine:
 
     mesh: DeviceMesh | None = None
     """The ranks of a sharded model; None if each rank holds a whole one."""
+    is_alone = True
+    """True if this rank may leave a batch without the others before `combine`."""
 
     def __init__(self) -> None:
         self.ranks = Ranks()
@@ -98,11 +91,14 @@ class Engine:
         return request
 
     def begin_step(
-        self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
+        self, micro_batches: MicroBatches, count: int, most_of_ranks: Callable[[], int]
     ) -> MicroBatches:
         """Return the ``count`` micro-batches of this rank as they are to run.
 
-        No rank runs more than ``rounds`` of them.
+        Args:
+            micro_batches: of this rank.
+            count: their number.
+            most_of_ranks: returns the most that any rank runs.
         """
         return micro_batches
 
@@ -135,39 +131,79 @@ class PeerOutOfMemory(torch.OutOfMemoryError):
         super().__init__("memory ran out on another rank")
 
 
-class GroupEngine(Engine):
+class RankEngine(Engine):
     """The part of an engine that does not depend on how gradients are summed.
 
-    It is the ``peers`` of a train state, too, which exchange what a step needs within a batch. All ranks call
-    its methods together. The filler makes a micro-batch for a rank that has none.
+    It is the ``peers`` of its train state, too, which exchange what a step needs within a batch.
     """
 
-    def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
+    def __init__(self, group: Group, train_state: TrainState) -> None:
         self.ranks: Group = group
-        self._train_state = train_state
-        self._filler = filler
+        self._device = train_state.device
         self._request = SharedRequest(StopRequest())
+        train_state.peers = self
         # All ranks divide by one D, whatever their own samples count.
         train_state.items_per_sample = train_state.items_per_sample or 1.0
+        self._must_exchange = isinstance(train_state.loss, WholeBatchLoss) or train_state.counts is not None
+        self._has_exchanged = self._has_peer_failed = False
+        """State of the exchange between the passes over the batch."""
 
     @property
     def counts_loss(self) -> bool:
         """True on the one rank whose loss, and gradient of what only the loss uses, count."""
         return self.ranks.rank == 0
 
-    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums of the counts of all ranks, by term.
+    def _exchange(self, value: T) -> list[T]:
+        """Return the value of every rank, once in a batch.
 
         Raises:
             PeerOutOfMemory: memory ran out on another rank before.
         """
+        self._has_exchanged = True
+        of_ranks = self.ranks.gather([value])
+        if [] in of_ranks:
+            self._has_peer_failed = True
+            raise PeerOutOfMemory
+        return [own for (own,) in of_ranks]
+
+    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums of the counts of all ranks, by term; all of them call it."""
         sums = Counter[str]()
-        own: Mapping[str, float] | None = counts
-        for of_rank in self.ranks.gather(own):
-            if of_rank is None:
-                raise PeerOutOfMemory
+        for of_rank in self._exchange(counts):
             sums.update(of_rank)
         return dict(sums)
+
+    def gather(self, rows: Rows) -> None:
+        """Fill in the rows of the other ranks; all of them call it."""
+        forms = self._exchange(map_tensors(rows.collated, lambda whole: whole[:0].detach().cpu()))
+        if rows.collated is None:  # this rank has no samples, and another one has
+            form = next(form for form in forms if form is not None)
+            rows.begin(map_tensors(form, lambda part: part.to(self._device)))
+        sum_rows(self.ranks, rows)
+
+    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
+        """See `Engine.combine`."""
+        if isinstance(outcome, OutOfMemory) and self._must_exchange and not self._has_exchanged:
+            self.ranks.gather([])  # the others wait for it
+        if self._has_peer_failed:
+            outcome = OutOfMemory("")
+        self._has_exchanged = self._has_peer_failed = False
+        own = None if isinstance(outcome, OutOfMemory) else self._measure(train_state, outcome)
+        gathered = self.ranks.gather((self._request.own.signal_number or 0, own))
+        self._request.agree(signal for signal, _ in gathered)
+        of_ranks = [totals for _, totals in gathered if totals is not None]
+        if isinstance(outcome, OutOfMemory) or len(of_ranks) < len(gathered):
+            return outcome if isinstance(outcome, OutOfMemory) else OutOfMemory("")
+        sum_totals(outcome, [totals for totals, _ in of_ranks])
+        self._sum(train_state, outcome, of_ranks)
+        return outcome
+
+    def _measure(self, train_state: TrainState, totals: StepTotals) -> tuple[RankTotals, list[float]]:
+        """Return the sums of this rank, and the squared norms of its shards."""
+        return totals_of(totals, train_state.gradients), []
+
+    def _sum(self, train_state: TrainState, totals: StepTotals, of_ranks: list[Any]) -> None:
+        """Sum the gradients, or their norms, over the ranks."""
 
     def shared_request(self, request: StopRequest) -> StopRequest:
         """See `Engine.shared_request`. A signal to any rank stops all of them after the next step."""
@@ -185,29 +221,6 @@ class GroupEngine(Engine):
             is_intact=all(error.is_intact for error in of_ranks),
             smaller=min(of_ranks[rank].smaller for rank in failed),
         )
-
-    def sum_terms(self, totals: StepTotals, of_ranks: Sequence[RankNumbers]) -> None:
-        """Replace the sums of the terms of one rank by those of all, if the loss has several.
-
-        Raises:
-            InputError: the ranks have other terms.
-        """
-        if not any(numbers.has_terms for numbers in of_ranks):
-            return
-        numbers = iter(read_on_host(numbers_of_terms(totals)))
-        own = {name: (term.items, next(numbers), next(numbers)) for name, term in totals.terms.items()}
-        of_all = self.ranks.gather((bool(totals.sizes), own))
-        first, *others = [list(terms) for has_samples, terms in of_all if has_samples]
-        for other in others:
-            if set(other) != set(first):
-                raise InputError(
-                    f"the workload's loss returned the terms {', '.join(first) or 'of no name'} on one rank, "
-                    f"and {', '.join(other) or 'of no name'} on another: return the same terms"
-                )
-        totals.terms = {}
-        for name, (items, loss, count) in [item for _, terms in of_all for item in terms.items()]:
-            term = totals.terms.setdefault(name, Term(items=items))
-            term.loss, term.count = term.loss + loss, term.count + count
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """See `Engine.broadcast`.
@@ -234,73 +247,14 @@ class GroupEngine(Engine):
         self._request.agree(self.ranks.gather(self._request.own.signal_number or 0))
 
 
-class Whole(GroupEngine):
+class Whole(RankEngine):
     """The engine of ranks that have a whole model each."""
 
-    def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
-        super().__init__(group, train_state, filler)
-        self._reduction = Reduction(group)
-        self._is_awaited = False
-        """True while the other ranks wait for a message of this one within the batch."""
-        self._has_peer_failed = False
-
-    def begin_step(
-        self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
-    ) -> MicroBatches:
-        """See `Engine.begin_step`."""
-        self._is_awaited = isinstance(train_state.loss, WholeBatchLoss) or train_state.counts is not None
-        self._has_peer_failed = False
-        train_state.peers = self
-        return micro_batches
-
-    def gather(self, rows: Rows) -> None:
-        """Fill in the rows of the other ranks.
-
-        Raises:
-            PeerOutOfMemory: memory ran out on another rank before.
-        """
-        if rows.collated is None:
-            rows.begin(self._represent())
-        self._is_awaited = False
-        if self.ranks.agree(False):
-            self._has_peer_failed = True
-            raise PeerOutOfMemory
-        sum_rows(self.ranks, rows)
-
-    def _represent(self) -> Any:
-        """Return what the representations of some samples look like."""
-        state, loss = self._train_state, self._train_state.loss
-        assert isinstance(loss, WholeBatchLoss)
-        with preserved_random_state(), torch.no_grad(), precision_context(state.device, state.precision):
-            represented = loss.represent(state.model, self._filler()[0])
-        state.buffers.restore(keep=True)
-        return represented
-
-    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """See `GroupEngine.sum_counts`."""
-        self._is_awaited, self._has_peer_failed = False, True
-        sums = super().sum_counts(counts)
-        self._has_peer_failed = False
-        return sums
-
-    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
-        """See `Engine.combine`."""
-        train_state.peers = None
-        if isinstance(outcome, OutOfMemory) and self._is_awaited:
-            if isinstance(train_state.loss, WholeBatchLoss):
-                self.ranks.agree(True)
-            else:
-                self.ranks.gather(None)
-        if self._has_peer_failed:
-            outcome = OutOfMemory("")
-        totals = None if isinstance(outcome, OutOfMemory) else outcome
-        of_ranks = self._reduction.run(train_state, totals, self._request.own.signal_number or 0)
-        self._request.agree(int(numbers.signal) for numbers in of_ranks)
-        if any(numbers.failed for numbers in of_ranks):
-            return outcome if isinstance(outcome, OutOfMemory) else OutOfMemory("")
-        if totals is not None:
-            self.sum_terms(totals, of_ranks)
-        return outcome
+    def _sum(self, train_state: TrainState, totals: StepTotals, of_ranks: list[Any]) -> None:
+        if train_state.scaler is not None and not totals.sizes:
+            # A loss scale begins with its first use, which a rank without samples does not have.
+            train_state.scaler.scale(torch.zeros((), device=train_state.device))
+        sum_gradients(self.ranks, train_state.gradients, [own for own, _ in of_ranks])
 
 
 def sum_rows(group: Group, rows: Rows) -> None:
@@ -312,80 +266,63 @@ def sum_rows(group: Group, rows: Rows) -> None:
             wait()
 
 
-class Shared(GroupEngine):
-    """The engine of a sharded model, through which the loss of the train state runs already."""
+class Shared(RankEngine):
+    """The engine of a sharded model, through which the loss of the train state runs already.
+
+    The filler makes a micro-batch of weight 0 for a rank that has fewer than others.
+    """
+
+    is_alone = False
 
     def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
-        super().__init__(group, train_state, filler)
+        super().__init__(group, train_state)
         self._model: ShardedModel = train_state.shared
         self.mesh = self._model.mesh
+        self._filler = filler
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
-        cells = num_cells(group.world, len(RankNumbers._fields) + len(train_state.optimizers) + 1)
-        self._cells = torch.zeros(cells, device=train_state.device)
 
     def begin_step(
-        self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
+        self, micro_batches: MicroBatches, count: int, most_of_ranks: Callable[[], int]
     ) -> MicroBatches:
         """See `Engine.begin_step`. Further micro-batches of weight 0 follow if other ranks have more."""
-        return Passes(lambda: self._pass(train_state, micro_batches, count, rounds))
+        return self._padded(micro_batches, most_of_ranks() - count)
 
-    def _pass(
-        self, train_state: TrainState, micro_batches: MicroBatches, count: int, rounds: int
-    ) -> Iterator[tuple[Collated, int]]:
-        """Yield the micro-batches of a pass over a batch."""
-        train_state.peers = self  # there are no rows to gather
-        padded = self._padded(micro_batches, count, rounds)
-        yield from self._model.begin_step(padded, rounds)
-        # Its end undoes what the micro-batches of weight 0 have changed.
-        next(padded, None)
+    def _padded(self, micro_batches: MicroBatches, missing: int) -> Iterator[tuple[Collated, int]]:
+        """Yield the micro-batches of this rank, then as many of weight 0 as are missing."""
+        yield from micro_batches
+        if not missing:
+            return
+        self._model.weight = 0.0
+        self._buffers.take()
+        try:
+            with preserved_random_state():
+                for _ in range(missing):
+                    yield self._filler()[0], 0
+        finally:
+            self._model.weight = 1.0
+        self._buffers.restore()
 
-    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
-        """See `Engine.combine`. The gradients are summed already.
+    def _measure(self, train_state: TrainState, totals: StepTotals) -> tuple[RankTotals, list[float]]:
+        norms = [float(norm_of(own)) if own else 0.0 for own in train_state.gradients.by_optimizer()]
+        # Squares are summed, as every rank measured its shards.
+        return totals_of(totals, train_state.gradients), [norm**2 for norm in norms]
+
+    def _sum(self, train_state: TrainState, totals: StepTotals, of_ranks: list[Any]) -> None:
+        """Sum the norms; FSDP2 has summed the gradients.
 
         Raises:
             InputError: FSDP2 has summed gradients of other parameters on each rank.
         """
-        assert isinstance(outcome, StepTotals), "an error before the step has ended all ranks"
-        norms = [norm_of(own) if own else 0.0 for own in train_state.gradients.by_optimizer()]
-        numbers = numbers_of(outcome, self._request.own.signal_number or 0)
-        used = zlib.crc32(bytes(gradient is not None for _, gradient in train_state.gradients.by_parameter()))
-        # Squares are summed, as every rank measured its shards.
-        squared = [norm.double() ** 2 if isinstance(norm, Tensor) else norm**2 for norm in norms]
-        write_numbers(self._cells, self.ranks.rank, [*numbers, *squared, used])
-        with self.ranks.waiting("sum the batch"):
-            self.ranks.start_sum(self._cells)()
-        rows = read_numbers(self._cells, self.ranks.world)
-        of_ranks = [RankNumbers(*row[: len(numbers)]) for row in rows]
-        self._request.agree(int(numbers.signal) for numbers in of_ranks)
-        sum_totals(outcome, of_ranks)
-        if len({row[-1] for row in rows}) > 1:
+        if len({own.kinds for own, _ in of_ranks}) > 1:
             raise InputError(
                 "the loss gave gradients to other parameters on each rank, for example those of the experts "
                 "that its samples chose, and FSDP2 sums those of a shared model only if all ranks have them: "
                 "use --parallel replicate, or let every forward pass use every parameter"
             )
-        squares = zip(*(row[len(numbers) : -1] for row in rows), strict=True)
+        squares = map(sum, zip(*(own for _, own in of_ranks), strict=True))
         # They may be infinite or NaN.
-        outcome.norms = [math.sqrt(total) if total >= 0 else math.nan for total in map(sum, squares)]
-        self.sum_terms(outcome, of_ranks)
-        return outcome
+        totals.norms = [math.sqrt(total) if total >= 0 else math.nan for total in squares]
 
     def explain(self, error: Exception) -> Exception:
         """See `Engine.explain`. FSDP2 runs its collectives within the loss and its backward pass."""
         return self.ranks.lost("train the batch", error) if is_of_collective(error) else error
-
-    def _padded(self, micro_batches: MicroBatches, count: int, rounds: int) -> Iterator[tuple[Collated, int]]:
-        """Yield the micro-batches of this rank, then as many of weight 0 as are missing."""
-        yield from micro_batches
-        if count == rounds:
-            return
-        self._model.weight = 0.0
-        before = capture_random_state()
-        self._buffers.take()
-        try:
-            for _ in range(rounds - count):
-                yield self._filler()[0], 0
-        finally:
-            self._model.weight = 1.0
-        self._buffers.restore()
-        restore_random_state(before)

@@ -1,30 +1,53 @@
-"""The ranks of a run as a process group of torch.distributed.
+"""The ranks of a run as a process group of torch.distributed: their meeting, their messages and their end.
 
 The group is one of gloo on the host. It carries votes and messages, so that none waits for a GPU, and the
 tensors of ranks that train on the CPU. GPUs get a group of NCCL besides, from `Group.tensor_group`.
+
+A collective fails on every rank if one has ended, hangs or is cut off. Then each rank that a launcher started
+answers a roll call in the store of the launcher, and the first to report names those that did not.
+
+    out                      the folder of the run, until it has ended well
+    N/joins/RANK             M, the times that this rank has joined after N restarts: a script may call twice
+    N/M/lost/RANK            exists once a collective has failed on this rank
+    N/M/verdict              the first failure of a rank, with its exit code and cause
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import datetime
+import json
+import os
 import re
-import threading
+import signal
+import socket
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
-from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError
+from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError, InputError
+from autobatch.core.files import write_atomic
+from autobatch.core.signals import PR_SET_PDEATHSIG
 from autobatch.device.oom import is_oom
-from autobatch.distributed.ranks import Ranks
+from autobatch.device.select import device_of_rank, gpu_uuid
+from autobatch.distributed.ranks import EARLIER_OUT, VERDICT, Launch, Ranks, write_error_file
 
-BEAT_S = 1.0
-"""Longest pause between two signs of life of rank 0."""
+ROLL_CALL_S, PAUSE_S = 4.0, 0.1
+"""Seconds in which a rank answers after a collective has failed, and between two looks at the answers."""
+OF_RANK_0 = datetime.timedelta(days=1)
+"""Longest wait for the work of rank 0 alone: a save, a compilation, a trial."""
+OUT = "out"
+FINAL_CODES = (2, 3)
+"""Exit codes that a restart cannot change."""
 _OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer")
 """The texts of failed collectives."""
 _PLACE_OF_SOURCE = re.compile(r"^\[[^\]]*\] ?")
@@ -37,22 +60,29 @@ class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like Process
     """A collective failed, because another rank ended, hangs or cannot be reached."""
 
 
+class EarlierVerdict(AutobatchError):  # noqa: N818 - an event, not a fault
+    """An earlier start of the run ended in a way that a restart cannot change."""
+
+    def __init__(self, line: str, code: int) -> None:
+        super().__init__(line)
+        self.exit_code = code
+
+
 class Group(Ranks):
     """The processes of a group of torch.distributed.
 
     Args:
-        rank: of this process.
-        world: number of ranks.
         messages: the gloo group; None for the default group, which is one of gloo then.
+        limit: longest wait in a collective.
     """
 
-    def __init__(self, rank: int, world: int, messages: ProcessGroup | None) -> None:
-        self.rank = rank
-        self.world = world
+    def __init__(self, messages: ProcessGroup | None, limit: datetime.timedelta) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.host = socket.gethostname()
         self._messages = messages
+        self._of_rank_0: ProcessGroup | None = None
         self._tensors: ProcessGroup | None = None
-        self._limit = datetime.timedelta(minutes=30)  # that of torch
-        """Longest wait in a collective."""
+        self._limit = limit
 
     @contextmanager
     def waiting(self, act: str) -> Iterator[None]:
@@ -87,9 +117,12 @@ class Group(Ranks):
 
     def broadcast(self, value: T) -> T:
         """See `Ranks.broadcast`."""
+        return self._broadcast(value, self._messages)
+
+    def _broadcast(self, value: T, group: ProcessGroup | None) -> T:
         sent = [value if self.rank == 0 else None]
         with self.waiting("receive the data of rank 0"):
-            dist.broadcast_object_list(sent, 0, group=self._messages)
+            dist.broadcast_object_list(sent, 0, group=group)
         return value if self.rank == 0 else sent[0]  # type: ignore[return-value]
 
     def agree(self, flag: bool) -> bool:
@@ -100,48 +133,24 @@ class Group(Ranks):
         return bool(vote)
 
     def once(self, act: Callable[[], T]) -> T:
-        """See `Ranks.once`. Rank 0 shows that it lives meanwhile, so that its work has no limit."""
+        """See `Ranks.once`."""
+        if self._of_rank_0 is None:
+            with self.waiting("join the other ranks"):
+                self._of_rank_0 = dist.new_group(backend="gloo", timeout=OF_RANK_0)
         answer: Any = None
         error: Exception | None = None
         if self.rank == 0:
-            with self._beating():
-                try:
-                    answer = act()
-                except Exception as caught:
-                    if not (isinstance(caught, CheckpointError) or is_oom(caught)):
-                        raise  # its verdict ends the others
-                    error = caught
-        while not self._tell_over(self.rank == 0):
-            pass
+            try:
+                answer = act()
+            except Exception as caught:
+                if not (isinstance(caught, CheckpointError) or is_oom(caught)):
+                    raise  # its verdict ends the others
+                error = caught
         kind = CheckpointError if isinstance(error, CheckpointError) else DoesNotFitError
-        answer, of_rank_0 = self.broadcast((answer, error and kind(str(error))))
+        answer, of_rank_0 = self._broadcast((answer, error and kind(str(error))), self._of_rank_0)
         if error or of_rank_0:
             raise error or of_rank_0  # type: ignore[misc]
         return answer  # type: ignore[no-any-return]
-
-    @contextmanager
-    def _beating(self) -> Iterator[None]:
-        """Show the other ranks within the block that this process works, from a thread."""
-        is_over = threading.Event()
-
-        def beat() -> None:
-            while not is_over.wait(min(BEAT_S, self._limit.total_seconds() / 4)):
-                self._tell_over(False)
-
-        beating = in_thread(beat)
-        try:
-            yield
-        finally:
-            is_over.set()
-            wait([beating])
-        beating.result()
-
-    def _tell_over(self, is_over: bool) -> bool:
-        """Return on every rank whether the work of rank 0 is over, as that tells."""
-        flag = torch.tensor([int(is_over)], device="cpu")
-        with self.waiting("wait for rank 0"):
-            dist.broadcast(flag, 0, group=self._messages)
-        return bool(flag)
 
     def tensor_group(self, device: torch.device) -> ProcessGroup | None:
         """Return the process group that sums tensors of a device; None for the default, which is gloo's.
@@ -166,24 +175,163 @@ class Group(Ranks):
         return dist.all_reduce(tensor, group=group, async_op=True).wait  # type: ignore[no-any-return]
 
 
+class LaunchedGroup(Group):
+    """The ranks that a launcher started, with the store of their run."""
+
+    def __init__(self, launch: Launch, store: PrefixStore, limit: datetime.timedelta) -> None:
+        number = store.add(f"{launch.restart}/joins/{launch.rank}", 1)
+        start = PrefixStore(f"{launch.restart}/{number}", store)
+        self._is_owner, messages = not dist.is_initialized(), None
+        if self._is_owner:
+            dist.init_process_group(
+                "gloo", store=start, rank=launch.rank, world_size=launch.world, timeout=limit
+            )
+        else:
+            messages = dist.new_group(backend="gloo", timeout=limit)
+        super().__init__(messages, limit)
+        earlier = store.get(OUT).decode() if store.check([OUT]) else os.environ.get(EARLIER_OUT)
+        self.earlier_out = Path(earlier) if earlier else None
+        self._launch, self._run, self._start = launch, store, start
+        self._out: Path | None = None
+        self.agree(False)  # no rank reads the folder after another one has begun
+
+    def device(self, spec: str) -> str:
+        """See `Ranks.device`."""
+        launch = self._launch
+        device = device_of_rank(
+            spec,
+            local_rank=launch.local_rank,
+            local_world=launch.local_world,
+            gpus=torch.cuda.device_count(),
+        )
+        places = self.gather((self.host, gpu_uuid(device)))
+        for rank, place in enumerate(places):
+            other = places.index(place)
+            if place[1] is not None and other != rank:
+                raise InputError(
+                    f"ranks {other} and {rank} share one GPU of {place[0]}: start one rank per GPU, with "
+                    "--nproc-per-node at most the number of GPUs"
+                )
+        return device
+
+    def lost(self, act: str, error: Exception) -> RankLost:
+        """See `Group.lost`. The connections are closed first, so that every rank notices at once."""
+        traceback.clear_frames(error.__traceback__)  # they would keep the connections open
+        self._disconnect()
+        deadline, missing = time.monotonic() + ROLL_CALL_S, list[int]()
+        with suppress(RuntimeError):  # the store has gone with its host
+            self._start.set(f"lost/{self.rank}", "")
+            while True:
+                missing = [rank for rank in range(self.world) if not self._start.check([f"lost/{rank}"])]
+                if not missing or self._start.check(["verdict"]) or time.monotonic() > deadline:
+                    break
+                time.sleep(PAUSE_S)
+        named = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+        return rank_lost(act, error, named if missing else "a rank")
+
+    def _disconnect(self) -> None:
+        groups = [None] if self._is_owner else [one for one in (self._messages, self._of_rank_0) if one]
+        self._messages = self._of_rank_0 = None
+        for group in groups:
+            with suppress(RuntimeError, ValueError, AssertionError):  # left already
+                dist.destroy_process_group(group)
+
+    def enter(self, out: Path) -> None:
+        """See `Ranks.enter`."""
+        self._out = out
+        if self.rank == 0:
+            self._run.set(OUT, str(out.absolute()))
+
+    def fail(self, line: str, code: int) -> int | None:
+        """See `Ranks.fail`. The first failure in the store counts, and each one if the store has gone."""
+        write_error_file(os.environ, line, self._out)
+        own = json.dumps(
+            {
+                "run_id": self._launch.run_id,
+                "restart": self._launch.restart,
+                "rank": self.rank,
+                "host": self.host,
+                "code": code,  # torchrun replaces it by 1
+                "line": line,
+            },
+            indent=2,
+        )
+        first = own.encode()
+        with suppress(RuntimeError):
+            first = self._start.compare_set("verdict", "", own)
+        if first != own.encode():
+            return int(json.loads(first)["code"])
+        if self._out is not None:
+            with suppress(OSError):  # a full disk must not hide the cause
+                write_atomic(self._out / VERDICT, first)
+        return None
+
+    def close(self) -> None:
+        """See `Ranks.close`."""
+        self.agree(False)
+        if self.rank == 0:
+            self._run.delete_key(OUT)
+        self._disconnect()
+
+
+def join_launch(launch: Launch, limit_s: float) -> LaunchedGroup:
+    """Join the ranks that a launcher started.
+
+    Args:
+        launch: the place of this process.
+        limit_s: longest wait for another rank in seconds, from here on.
+
+    Raises:
+        EarlierVerdict: an earlier start of the same run ended for good.
+        RankLost: a rank did not start, or the store of the run does not answer.
+    """
+    if launch.has_agent_store and sys.platform == "linux":
+        # The launcher may be killed, and nothing else would end its ranks.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    limit = datetime.timedelta(seconds=limit_s)
+    try:
+        served = TCPStore(
+            launch.address,
+            launch.port,
+            None,
+            is_master=launch.rank == 0 and not launch.has_agent_store,
+            timeout=limit,
+            wait_for_workers=False,
+        )
+        store = PrefixStore(f"autobatch/{launch.run_id}", served)
+        earlier = launch.restart - 1
+        place = f"{earlier}/{store.add(f'{earlier}/joins/{launch.rank}', 0)}/verdict"
+        if store.check([place]):
+            verdict = json.loads(store.get(place))
+            if verdict["code"] in FINAL_CODES:
+                raise EarlierVerdict(verdict["line"], verdict["code"])
+        return LaunchedGroup(launch, store, limit)
+    except AutobatchError:
+        raise
+    except RuntimeError as error:
+        where = f"at {launch.address}:{launch.port}, where {launch.world} ranks meet"
+        raise rank_lost(f"join the others {where}", error) from error
+
+
 def join_loop() -> Group:
     """Join the processes of a training loop that a launcher has started.
 
     A default process group that exists is used. If there is none, it is made from the environment, and left
     when the interpreter ends.
     """
+    limit = datetime.timedelta(minutes=30)  # that of torch
     try:
+        messages = None
         if not dist.is_initialized():
             # The threads of a group that outlives the interpreter abort the process now and then.
             atexit.register(_leave)
-            dist.init_process_group("gloo")
-            messages = None
-        else:
+            dist.init_process_group("gloo", timeout=limit)
+        elif dist.get_backend() != "gloo":
             # A loop may join for every epoch, and each group takes threads and sockets.
-            messages = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+            messages = dist.new_group(backend="gloo", timeout=limit)
     except RuntimeError as error:
         raise rank_lost("join the other ranks", error) from error
-    return Group(dist.get_rank(), dist.get_world_size(), messages)
+    return Group(messages, limit)
 
 
 def join_existing(world: int) -> Group | None:
@@ -191,20 +339,6 @@ def join_existing(world: int) -> Group | None:
     if not dist.is_initialized() or dist.get_world_size() != world:
         return None
     return join_loop()
-
-
-def in_thread(act: Callable[[], T]) -> Future[T]:
-    """Begin to call a function in a thread, which lasts if it never returns; signals end a wait for it."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(act())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return answer
 
 
 def rank_lost(act: str, error: Exception, who: str = "a rank") -> RankLost:

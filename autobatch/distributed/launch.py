@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,8 +39,12 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """Signals that the ranks get too."""
 
 
-def open_ranks(environ: Mapping[str, str]) -> Ranks:
+def open_ranks(environ: Mapping[str, str], limit_s: float = 1800.0) -> Ranks:
     """Join the ranks that the launcher started.
+
+    Args:
+        environ: describes the launch.
+        limit_s: longest wait for another rank in seconds.
 
     Raises:
         InputError: the environment describes no launch.
@@ -49,9 +54,9 @@ def open_ranks(environ: Mapping[str, str]) -> Ranks:
     launch = read_launch(environ)
     if launch is None:
         return Ranks()
-    from autobatch.distributed.launched import join_launch
+    from autobatch.distributed.group import join_launch
 
-    return join_launch(launch)
+    return join_launch(launch, limit_s)
 
 
 def refuse_ranks(environ: Mapping[str, str], command: str) -> None:
@@ -79,14 +84,11 @@ def fail_before_joining(environ: Mapping[str, str], line: str, *, is_common: boo
     Returns:
         True if this rank is to tell the user, as rank 0 does if all of them fail alike.
     """
-    try:
+    write_error_file(environ, line)
+    with suppress(InputError):
         launch = read_launch(environ)
-    except InputError:
-        return True
-    if launch is None:
-        return True
-    write_error_file(launch.error_file, line)
-    return launch.rank == 0 or not is_common
+        return launch is None or launch.rank == 0 or not is_common
+    return True
 
 
 class RanksEnded(NamedTuple):

@@ -96,4 +96,8 @@ def open_engine(ranks: Ranks, train_state: TrainState, filler: Filler) -> Engine
     """Return the engine of a loop, whose filler serves ranks with fewer micro-batches; all ranks call it."""
     if not isinstance(ranks, Group):
         return Engine()
-    return (Whole if train_state.shared is None else Shared)(ranks, train_state, filler)
+    if train_state.shared is not None:
+        return Shared(ranks, train_state, filler)
+    engine = Whole(ranks, train_state)
+    engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
+    return engine

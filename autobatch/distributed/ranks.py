@@ -7,9 +7,8 @@ any number of processes.
 from __future__ import annotations
 
 import json
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +59,10 @@ class Ranks:
 
     def agree(self, flag: bool) -> bool:
         """Return whether any rank gave True."""
-        return flag
+        return any(self.gather(flag))
 
     def once(self, act: Callable[[], T]) -> T:
-        """Run a function on rank 0 alone, for any time, and return its answer on every rank.
+        """Run a function on rank 0 alone, for up to a day, and return its answer on every rank.
 
         Raises:
             CheckpointError: the function raised it on rank 0.
@@ -86,9 +85,6 @@ class Ranks:
                         f"{expected}. Start all of them alike"
                     )
 
-    def limit_wait(self, seconds: float) -> None:
-        """Set the longest wait for another rank. After it the run ends, and names the missing ranks."""
-
     def enter(self, out: Path) -> None:
         """Set the folder of the run, for `fail`."""
 
@@ -106,26 +102,22 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Place of this process among the ranks of a run."""
+    """Place of this process among the ranks of a run, in the words of torchrun."""
 
     rank: int
     world: int
-    """Ranks of the run."""
-    local_rank: int = 0
+    local_rank: int
     """Place among the ranks of this host."""
-    local_world: int = 1
+    local_world: int
     """Ranks on this host."""
     address: str
     port: int
     """Port of ``address`` at which the store of the run listens."""
-    has_agent_store: bool = False
+    has_agent_store: bool
     """True if the launcher keeps the store, which then outlives every rank."""
-    run_id: str = "none"
-    host: str = ""
-    error_file: Path | None = None
-    """File from which the launcher reads the cause of a failure; None without one."""
-    earlier_out: Path | None = None
-    """Folder of the run that ``--ranks N`` starts again."""
+    run_id: str
+    restart: int
+    """Starts of the ranks before this one."""
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -134,32 +126,33 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     Raises:
         InputError: a variable is missing or invalid.
     """
-    world = launched_world(environ)
-    if world == 1:
-        return None
-    rank = _number(environ, "RANK")
-    if rank >= world:
-        raise InputError(f"RANK is {rank} and WORLD_SIZE is {world}: a rank is between 0 and {world - 1}")
-    if "MASTER_ADDR" not in environ:
-        raise InputError(
-            f"WORLD_SIZE is {world}, but MASTER_ADDR is not set, so the ranks cannot meet: start them with "
-            f"torchrun --nproc-per-node {world} -m autobatch …"
+    try:
+        world = launched_world(environ)
+        if world == 1:
+            return None
+        rank, local_world = int(environ["RANK"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        launch = Launch(
+            rank=rank,
+            world=world,
+            local_rank=int(environ.get("LOCAL_RANK", rank % max(1, local_world))),
+            local_world=local_world,
+            address=environ["MASTER_ADDR"],
+            port=int(environ.get("MASTER_PORT", "29500")),
+            has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
+            restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
-    local_world = _number(environ, "LOCAL_WORLD_SIZE", 1, least=1)
-    error_file = environ.get("TORCHELASTIC_ERROR_FILE")
-    return Launch(
-        rank=rank,
-        world=world,
-        local_rank=_number(environ, "LOCAL_RANK", rank % local_world),
-        local_world=local_world,
-        address=environ["MASTER_ADDR"],
-        port=_number(environ, "MASTER_PORT", 29500, least=1, most=2**16 - 1),
-        has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
-        host=socket.gethostname(),
-        error_file=Path(error_file) if error_file else None,
-        earlier_out=Path(environ[EARLIER_OUT]) if environ.get(EARLIER_OUT) else None,
-    )
+        wrong = "" if 0 <= rank < world else f"RANK is {rank}, and WORLD_SIZE is {world}"
+    except KeyError as error:
+        wrong = f"{error.args[0]} is not set"
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        raise InputError(
+            f"the environment describes no ranks ({wrong}): start them with "
+            "torchrun --nproc-per-node N -m autobatch …"
+        )
+    return launch
 
 
 def launched_world(environ: Mapping[str, str]) -> int:
@@ -168,32 +161,21 @@ def launched_world(environ: Mapping[str, str]) -> int:
     Raises:
         InputError: WORLD_SIZE is no whole number over 0.
     """
-    return _number(environ, "WORLD_SIZE", 1, least=1)
+    found = environ.get("WORLD_SIZE", "1")
+    if not found.isdecimal() or int(found) < 1:
+        raise InputError(
+            f"WORLD_SIZE must be a whole number over 0, found {found!r}: start ranks with torchrun"
+        )
+    return int(found)
 
 
-def write_error_file(path: Path | None, line: str, out: Path | None = None) -> None:
-    """Write the cause of a failure, and the folder of the run, for the launcher; nothing without one.
+def write_error_file(environ: Mapping[str, str], line: str, out: Path | None = None) -> None:
+    """Write the cause of a failure, and the folder of the run, for the launcher, if there is one.
 
     It is written whole, because a launcher may read it as soon as any rank has ended, and fails on a part.
     """
-    if path is None:
-        return
-    content = {"message": line, "timestamp": str(int(time.time())), "out": out and str(out.absolute())}
-    with suppress(OSError):  # a full disk must not hide the failure
-        write_atomic(path, json.dumps(content).encode())
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ``rank 1`` or ``ranks 1, 2``."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
-
-
-def _number(
-    environ: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0, most: int = 2**31
-) -> int:
-    text = environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal() or not least <= int(text) <= most:
-        limits = f"of at least {least}" if most == 2**31 else f"from {least} to {most}"
-        what = f"found {text!r}" if text else "it is not set"
-        raise InputError(f"{name} must be a number {limits}, {what}: start the ranks with torchrun")
-    return int(text)
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        content = {"message": line, "timestamp": str(int(time.time())), "out": out and str(out.absolute())}
+        with suppress(OSError):  # a full disk must not hide the failure
+            write_atomic(Path(path), json.dumps(content).encode())

@@ -139,7 +139,6 @@ class Estimator:
             multiple=self._options.micro_batch_multiple,
             samples=self._whole_batch,
             sharding=layout.sharding,
-            world=layout.world if layout.parallel == "replicate" else 1,
         )
 
     def _limit(self, gpu: HardwareProfile, step: Footprint, layout: Layout, reason: str | None) -> Estimate:

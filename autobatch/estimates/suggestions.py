@@ -63,7 +63,6 @@ def suggest(setup: Setup) -> list[Remedy]:
         samples=setup.whole_batch,
         max_grad_norm=setup.max_grad_norm,
         ema=setup.ema,
-        world=1 if setup.sharding else setup.world,
         sharding=partial(nullcontext, setup.sharding),
         keeps_batches=setup.keeps_batches,
         # A compiled model is traced as its module.

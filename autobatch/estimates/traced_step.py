@@ -91,7 +91,7 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
         placed = Passes(lambda: ((place(batch), micro_batch) for _ in range(count)))
         if isinstance(step.workload.loss, WholeBatchLoss):
             return placed
-        return held(placed) if step.keeps_batches else train_state.begin_step(placed, count)
+        return held(placed) if step.keeps_batches else placed
 
     with preserved_random_state(), ExitStack() as stack:
         sharding = stack.enter_context(step.sharding())

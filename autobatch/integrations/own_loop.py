@@ -25,7 +25,7 @@ from autobatch.distributed.group import Group, join_loop
 from autobatch.distributed.ranks import Ranks, launched_world
 from autobatch.distributed.shared_stream import open_sampler
 from autobatch.step.counts import CountsAhead
-from autobatch.step.gradients import Gradients, exchange_buffer, norm_of
+from autobatch.step.gradients import Gradients, norm_of
 from autobatch.step.loss import StepTotals, begin_terms, weigh_loss
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
@@ -79,7 +79,6 @@ class Batch:
         # No zip, which would hold each micro-batch until the next one is there.
         made = map(lambda *pair: pair, feed.collated(drawn, run.micro_batch), self._sizes)
         self._micro_batches: Iterator[tuple[Any, int]] = made if counts is None else counts.ahead(made)
-        self._engine.begin_step(self._state, (), len(self._sizes), len(self._sizes))
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -298,8 +297,7 @@ def batches(
         weights = [parameter.detach().double() for parameter in state.parameters]
         held = f"{sum(weight.numel() for weight in weights):,} of norm {float(norm_of(weights)):.12g}"
         ranks.check_equal({"weights before the first step (seed all ranks alike)": held})
-        state.exchange = exchange_buffer(state.parameters, weights[0].device, world=ranks.world)
-        engine = Whole(ranks, state, _not_here)
+        engine = Whole(ranks, state)
     workers = int(plan.knobs.get(LOADER_WORKERS) or known.loading.workers or 0)
     has_gpu = workers and torch.cuda.is_available()
     gpu = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None

@@ -164,8 +164,7 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
 
     with meter.uncounted():
         model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, setup.device.torch_device)
-    # FSDP sums the gradients of the ranks, so they need no buffer for it.
-    train_state = _build(replace(setup, model=model, world=1), meter, learning_rate)
+    train_state = _build(replace(setup, model=model), meter, learning_rate)
     shared.attach(train_state)
     yield train_state
 
@@ -203,7 +202,7 @@ def _take_step(
     start = now()
     totals = accumulate(
         train_state,
-        train_state.begin_step(placed, batch.count),
+        placed,
         batch.samples,
         mark,
         places=batch.places,

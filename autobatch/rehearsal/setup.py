@@ -24,7 +24,6 @@ from autobatch.device.base import Device
 from autobatch.device.cuda_allocator import allocator_options
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
-from autobatch.distributed.sharding.layout import check_sharding
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.step.train_state import StepSettings
@@ -61,6 +60,8 @@ class Setup(StepSettings):
     """True for a loop of the user's own, which keeps each micro-batch until the next one is there."""
     sharding: Sharding | None = None
     """The parts of a rank without the others; None if each rank has a whole model, or to train."""
+    world: int = 1
+    """Ranks that train together, each on a device of its own."""
     shards: int | None = None
     """Ranks that share the model; None if each has a whole one."""
     clock: Callable[[], float] = time.perf_counter
@@ -147,11 +148,13 @@ def open_setup(
             # Ranks that share a model get its first values from rank 0.
             on_meta = None if role.shards is None else built_on_meta(workload)
             if on_meta is not None:
-                check_sharding(on_meta)
+                # Only here: importing FSDP takes a second, which a run without it saves.
+                from autobatch.distributed.sharding.model import check_sharding
+
+                check_sharding(on_meta, options.precision)
             model = build_model(workload) if on_meta is None or role.rank == 0 else on_meta
     sharding = None
     if role.shards is not None and role.rank is None:
-        # Importing FSDP takes a second, which a run without it saves.
         from autobatch.distributed.sharding.build import sharding_alone
 
         sharding = sharding_alone(role.shards, device.torch_device.type)

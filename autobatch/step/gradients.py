@@ -16,13 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.records import GradientDtype
-from autobatch.core.units import MiB
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-EXCHANGE_BYTES = 25 * MiB
-"""Most bytes of the buffer in which ranks sum their gradients; a bucket of DDP has this size too."""
-RANK_CELLS = 80
-"""Elements of that buffer for the numbers of each rank, which `autobatch.distributed.reduce` sends along."""
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
@@ -172,10 +167,3 @@ def local_parts(tensors: list[Tensor]) -> list[Tensor]:
         return tensors
     with torch.no_grad():  # autograd would record the call, which takes three times as long
         return [each.to_local() if is_sharded(each) else each for each in tensors]  # type: ignore[attr-defined]
-
-
-def exchange_buffer(parameters: Sequence[nn.Parameter], device: torch.device, *, world: int) -> Tensor:
-    """Return the buffer in which ranks sum their gradients: all of them, or as many as it may hold."""
-    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-    elements = min(sum(p.numel() for p in parameters), EXCHANGE_BYTES // dtype.itemsize)
-    return torch.zeros(elements + len(parameters) + RANK_CELLS * world, dtype=dtype, device=device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import Configuration
@@ -17,7 +17,7 @@ from autobatch.device.base import Meter
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout
 from autobatch.step.counts import CountsAhead
 from autobatch.step.ema import WeightAverage
-from autobatch.step.gradients import Gradients, Optimizers, exchange_buffer, parameters_of
+from autobatch.step.gradients import Gradients, Optimizers, parameters_of
 from autobatch.step.optimizers import build_optimizers
 from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
@@ -55,8 +55,6 @@ class TrainState:
     """Counts of the terms of the loss, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
-    exchange: Tensor | None = None
-    """Buffer in which ranks sum their gradients; None if this process trains alone, or FSDP2 sums them."""
     peers: Any = None
     """The engine of the ranks that train the batch (`autobatch.distributed.engine`); None for one process."""
     shared: Any = None
@@ -70,10 +68,6 @@ class TrainState:
     def call(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
         """Call a function of the model and a micro-batch; of a shared one, all ranks call it together."""
         return function(self.model, batch) if self.shared is None else self.shared.run(function, batch)
-
-    def begin_step(self, micro_batches: MicroBatches, count: int) -> MicroBatches:
-        """Return the micro-batches of a step, with what a shared model does between them."""
-        return micro_batches if self.shared is None else self.shared.begin_step(micro_batches, count)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -105,8 +99,6 @@ class StepSettings:
     """Decay of the weight average; None for no average."""
     knobs: Configuration = field(default_factory=dict)
     """The tuner's choices, applied by `autobatch.step.apply_knobs`."""
-    world: int = 1
-    """Ranks that sum their gradients in `TrainState.exchange`."""
 
 
 def build_train_state(
@@ -125,7 +117,7 @@ def build_train_state(
         InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that trains nothing in this
             precision.
     """
-    knobs, precision, world = settings.knobs, settings.precision, settings.world
+    knobs, precision = settings.knobs, settings.precision
     apply_layout(model, knobs)
     rate = workload.learning_rate if learning_rate is None else learning_rate
     optimizers = build_optimizers(workload, model, rate)
@@ -156,7 +148,6 @@ def build_train_state(
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
         after_step=workload.after_step,
         average=None if settings.ema is None else WeightAverage(parameters, settings.ema),
-        exchange=exchange_buffer(parameters, device, world=world) if world > 1 else None,
     )
 
 

@@ -74,8 +74,6 @@ def open_loop(
             return to_device(load_micro_batch(setup.workload, ids), device.torch_device), len(ids)
 
         engine = open_engine(ranks, train_state, filler)
-        if train_state.shared is None:
-            engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
         if ranks.rank:
             seed_rank(options.seed, ranks.rank)
         loop = Loop(
@@ -111,7 +109,6 @@ def _open_train_state(setup: Setup, plan: Plan, options: Options, meter: Meter, 
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
         knobs=plan.knobs,
-        world=1 if shared else plan.world_size,
     )
     train_state = build_train_state(setup.workload, model, device, settings, learning_rate=plan.learning_rate)
     if shared is not None:

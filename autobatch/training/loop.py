@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -199,13 +200,9 @@ class Loop:
             return accumulate(
                 self.train_state,
                 self.engine.begin_step(
-                    self.train_state,
                     self.train_state.feed(self._fetch(batch, parts), self.meter),
                     len(parts),
-                    # Only ranks of a shared model run equally many.
-                    len(parts)
-                    if self.train_state.shared is None
-                    else self.split.rounds(batch, self.micro_batch),
+                    partial(self.split.rounds, batch, self.micro_batch),
                 ),
                 len(batch.ids),
                 self.meter.mark,
@@ -216,7 +213,7 @@ class Loop:
         except Exception as error:
             may_be_suspect = is_first and any(len(part.ids) > 1 for part in parts)
             failure = self._out_of_memory(error, parts, may_be_suspect=may_be_suspect)
-            if self.train_state.shared is not None:
+            if not self.engine.is_alone:
                 # The other ranks wait in the middle of a pass.
                 raise self._end_in_step(batch, failure) from error
         self.train_state.gradients.clear()
@@ -225,7 +222,7 @@ class Loop:
     def _fetch(self, batch: GlobalBatch, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a batch on the host, each with its number of samples, and hold none."""
         fed = self.feed.collated(batch, self.micro_batch)
-        may_stop = self.train_state.shared is None and not isinstance(self.sampler, StreamSampler)
+        may_stop = self.engine.is_alone and not isinstance(self.sampler, StreamSampler)
         for part in parts:
             if may_stop and self.request.is_asked:
                 raise _StoppedError
@@ -303,7 +300,7 @@ class Loop:
         """
         self.micro_batch = oom.smaller
         where = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}"
-        if self.train_state.shared is not None and oom.size > 1:
+        if not self.engine.is_alone and oom.size > 1:
             why = "for which the other ranks of the sharded model wait"
         else:
             why = "inside the optimizer step, which may have moved part of the weights"

@@ -123,22 +123,22 @@ def restore_loop(
 
 def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
     """Return a state with all of its tensors, sharded as those of the loop."""
-    forms, mesh = state.get(SHARDED, {}), loop.engine.mesh
-    if not forms and mesh is None:
+    forms = state.get(SHARDED, {})
+    if not forms:
         return state
     # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.sharding.state import read_shards, shard_like, sharded_parameters
+    from autobatch.distributed.sharding.state import read_shards, sharded_parameters
 
-    if forms:
-        assert folder is not None
-        wanted = {name: tuple(form) for name, *form in forms.values()}
-        # The weights are read in place.
-        tensors = read_shards(folder, wanted, mesh=mesh, into=sharded_parameters(loop.train_state))
-        state = map_leaves(
-            {name: part for name, part in state.items() if name != SHARDED},
-            lambda place, leaf: tensors[forms[place][0]] if place in forms else leaf,
-        )
-    return state if mesh is None else shard_like(loop.train_state, state, mesh)
+    assert folder is not None
+    wanted = {name: tuple(form) for name, *form in forms.values()}
+    # The weights are read in place.
+    into = sharded_parameters(loop.train_state)
+    tensors = read_shards(folder, wanted, mesh=loop.engine.mesh, into=into)
+    whole: dict[str, Any] = map_leaves(
+        {name: part for name, part in state.items() if name != SHARDED},
+        lambda place, leaf: tensors[forms[place][0]] if place in forms else leaf,
+    )
+    return whole
 
 
 def _restore_random(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:

@@ -327,7 +327,7 @@ class _Run:
         loop.engine.broadcast(loop.train_state.model.buffers())
         averaged = averaged_weights(loop.train_state.optimizers), loop.train_state.averaged()
         # Out of memory, a rank of a shared model fails alone.
-        loop.can_be_saved = loop.train_state.shared is None
+        loop.can_be_saved = loop.engine.is_alone
         with preserved_random_state(), averaged[0], averaged[1]:
             metrics = self._validator.run(lambda: loop.request.is_asked)
         loop.can_be_saved = True

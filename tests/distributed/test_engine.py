@@ -204,40 +204,25 @@ def test_rows_arrive_bit_for_bit_whatever_their_type(dtype: torch.dtype) -> None
     assert torch.equal(rows.collated.view(torch.uint8), whole.view(torch.uint8))
 
 
-def refusal_of(act: Callable[[], object]) -> str:
-    """Return the message with which a call refuses its input."""
-    try:
-        act()
-    except InputError as error:
-        return str(error)
-    return "trained"
-
-
-def build_unlike_models() -> str:
-    """Build a model of another size on each rank, as one for the words of its own data would be."""
-    group = open_group()
-    model = nn.Linear(5, 3 + group.rank)
-    loop = ranked_loop(group, make_workload(), [4, 4], target_batch=8, steps=1)
-    return refusal_of(lambda: loop.engine.broadcast(model.parameters()))
-
-
-def test_models_of_unlike_sizes_are_refused_on_every_rank(server: RankServer) -> None:
-    for said in server.values(build_unlike_models):
-        assert "rank 1 has 2 tensors of 24 elements" in said
-
-
-def one_term_less() -> str:
-    """Train a loss that has fewer terms on rank 1."""
-    group = open_group()
+def train_unlike() -> list[str]:
+    """Build a model of another size on rank 1, and train a loss that has fewer terms there."""
+    group, said = open_group(), list[str]()
 
     def loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         value = nn.functional.cross_entropy(model(batch[0]), batch[1])
         return {"first": value} if group.rank else {"first": value, "second": value}
 
     loop = ranked_loop(group, make_workload(loss=loss), [4, 4], target_batch=8, steps=1)
-    return refusal_of(lambda: list(loop.run()))
+    model = nn.Linear(5, 3 + group.rank)
+    for act in (lambda: loop.engine.broadcast(model.parameters()), lambda: list(loop.run())):
+        try:
+            act()
+        except InputError as error:
+            said.append(str(error))
+    return said
 
 
-def test_losses_of_unlike_terms_are_refused_on_every_rank(server: RankServer) -> None:
-    for said in server.values(one_term_less):
-        assert "the terms first, second on one rank" in said
+def test_models_and_losses_of_unlike_ranks_are_refused_on_every_rank(server: RankServer) -> None:
+    for of_model, of_loss in server.values(train_unlike):
+        assert "rank 1 has 2 tensors of 24 elements" in of_model
+        assert "second (a tensor) on another" in of_loss

@@ -70,7 +70,7 @@ def test_a_run_writes_each_of_its_files_under_another_name(tmp_path: Path, own_h
 
 def fail_on_a_rank(out: str) -> list[str]:
     """Fail on rank 1, then on rank 0; return the files opened under their own names."""
-    with opened_to_write() as opened, suppress(ValueError), joined_ranks(os.environ) as ranks:
+    with opened_to_write() as opened, suppress(ValueError), joined_ranks(os.environ, 60) as ranks:
         ranks.enter(Path(out))
         if not ranks.rank:
             time.sleep(1)

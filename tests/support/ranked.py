@@ -8,18 +8,17 @@ from typing import Any
 
 from autobatch import Workload
 from autobatch.distributed.engine import Whole
-from autobatch.distributed.group import Group
+from autobatch.distributed.group import Group, LaunchedGroup
 from autobatch.distributed.launch import open_ranks
 from autobatch.training.loop import Loop
-from autobatch.workload.data import load_micro_batch
 from autobatch.workload.split import Split
 from tests.support.training import make_loop
 
 
-def open_group() -> Group:
-    """Join the ranks of a case."""
-    group = open_ranks(os.environ)
-    assert isinstance(group, Group)
+def open_group(limit_s: float = 60.0) -> LaunchedGroup:
+    """Join the ranks of a case, which wait for each other for so many seconds."""
+    group = open_ranks(os.environ, limit_s)
+    assert isinstance(group, LaunchedGroup)
     return group
 
 
@@ -33,9 +32,8 @@ def ranked_loop(
     loop = make_loop(
         workload,
         micro_batch=limits[group.rank],
-        world=group.world,
         split=Split(group.rank, group.world),
         **options,
     )
-    loop.engine = Whole(group, loop.train_state, lambda: (load_micro_batch(workload, [0]), 1))
+    loop.engine = Whole(group, loop.train_state)
     return loop

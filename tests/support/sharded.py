@@ -55,9 +55,7 @@ def run_real(workload: Workload, case: Case) -> Trace:
         for count in case.steps:
             batches = ((worst_case.batch(case.micro_batch), case.micro_batch) for _ in range(count))
             placed = feed(batches, CPU, meter)
-            train_step(
-                train_state, arranged.begin_step(placed, count), count * case.micro_batch, mark=meter.mark
-            )
+            train_step(train_state, placed, count * case.micro_batch, mark=meter.mark)
         trace = meter.trace()
     group.close()
     assert trace is not None

@@ -130,7 +130,6 @@ def make_loop(
     ema: float | None = None,
     device: Any | None = None,
     meter: Any | None = None,
-    world: int = 1,
     knobs: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Loop:
@@ -142,9 +141,7 @@ def make_loop(
         workload,
         model,
         device.torch_device,
-        StepSettings(
-            precision=precision, max_grad_norm=max_grad_norm, ema=ema, world=world, knobs=knobs or {}
-        ),
+        StepSettings(precision=precision, max_grad_norm=max_grad_norm, ema=ema, knobs=knobs or {}),
         learning_rate=workload.learning_rate,
     )
     sampler = GlobalBatchSampler(

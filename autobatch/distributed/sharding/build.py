@@ -13,7 +13,7 @@ ranks it uses its own, so that all values are finite and a loss can be computed 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Precision
@@ -52,9 +53,12 @@ def shard_over(
     Raises:
         InputError: the model cannot be sharded.
     """
+    tensors = group.tensor_group(device)
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD if tensors is None else tensors, device.type)
     made = on_meta(model)
-    sharded = Sharding(mesh_of(group, device))(made, precision)
-    sharded.materialize(device)
+    sharded = Sharding(mesh)(made, precision)
+    materialize(made, device)
     with group.waiting("receive the first weights"), torch.no_grad():
         set_model_state_dict(
             made,
@@ -64,7 +68,7 @@ def shard_over(
         for whole, buffer in zip(model.buffers(), made.buffers(), strict=True):
             # No checkpoint keeps some of them.
             buffer.copy_(whole if group.rank == 0 else buffer)
-            dist.broadcast(buffer, 0, group=group.tensor_group(device))
+            dist.broadcast(buffer, 0, group=tensors)
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data = tensor.new_empty(0)  # its memory is free for the run
     return made, sharded
@@ -86,11 +90,16 @@ def sharded_copy(
     """
     made = on_meta(model)
     sharded = sharding(made, precision)
-    sharded.materialize(device)
-    # Over real ranks, their sums arrive. The backend "fake" gathers copies of the part of this rank.
-    for part in sharded.parts() if sharding.mesh.mesh_dim_names == ALONE else ():
+    materialize(made, device)
+    for part in sharded.parts():
+        # Of real ranks the sums would arrive. The backend "fake" gathers copies of the part of this rank.
         part.set_custom_reduce_scatter(_OwnSum())  # type: ignore[arg-type]
-    fill(made)
+    with torch.no_grad():
+        for parameter in local_parts([*made.parameters()]):
+            if parameter.is_floating_point():
+                parameter.normal_(0.0, PROBE_STD)
+            else:
+                parameter.zero_()
     return made, sharded
 
 
@@ -136,23 +145,6 @@ def sharding_alone(world: int, device_type: str) -> Sharding:
     return Sharding(open_fake_mesh(world, device_type))
 
 
-def mesh_of(group: Group, device: torch.device) -> DeviceMesh:
-    """Return the mesh of the ranks, over the process group of their tensors."""
-    tensors = group.tensor_group(device)
-    assert dist.group.WORLD is not None
-    return DeviceMesh.from_group(dist.group.WORLD if tensors is None else tensors, device.type)
-
-
-def fill(model: nn.Module) -> None:
-    """Give the parameters of a model small values, for steps of which only the memory counts."""
-    with torch.no_grad():
-        for parameter in local_parts([*model.parameters()]):
-            if parameter.is_floating_point():
-                parameter.normal_(0.0, PROBE_STD)
-            else:
-                parameter.zero_()
-
-
 def on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose tensors have no memory; ties are kept.
 
@@ -170,6 +162,24 @@ def on_meta(model: nn.Module) -> nn.Module:
         raise InputError(
             f"--parallel shard needs a model that copy.deepcopy can copy ({first_line(error)})"
         ) from error
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Take memory for the parts of this rank of tensors on ``meta``: any parameters, and buffers of 0."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        own: list[Mapping[str, Tensor | None]] = [module._parameters, module._buffers]
+        for name, tensor in [item for registry in own for item in registry.items()]:
+            if tensor is None or not tensor.is_meta:
+                continue
+            if tensor not in made:  # tied ones stay one
+                made[tensor] = torch.zeros_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    made[tensor] = nn.Parameter(made[tensor], requires_grad=tensor.requires_grad)
+            setattr(module, name, made[tensor])
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # it looks for new parameters then
 
 
 class _OwnSum:

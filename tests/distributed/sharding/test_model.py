@@ -54,9 +54,7 @@ def alone(name: str, case: Case, world: int) -> tuple[int, float]:
     with meter, on_copies(setup, meter) as train_state:
         for count in case.steps:
             batches = ((setup.worst_case.batch(case.micro_batch), case.micro_batch) for _ in range(count))
-            result = train_step(
-                train_state, train_state.begin_step(batches, count), count * case.micro_batch, mark=meter.mark
-            )
+            result = train_step(train_state, batches, count * case.micro_batch, mark=meter.mark)
     trace = meter.trace()
     assert trace is not None
     return replay(trace.canonical(), CountingAllocator()).peak_allocated_bytes, result.loss
