@@ -1,4 +1,4 @@
-"""Hardware profiles, the data sheets of GPUs with the source of each figure; and the directory of data."""
+"""Hardware profiles: the memory of GPUs, with the source of each figure; and the directory of data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One figure of a GPU, with its source."""
 
     value: Positive
-    unit: Literal["B", "B/s", "FLOP/s", "count"]
+    unit: Literal["B"]
     source: Text
     date: Day
     """Day on which the figure was read from its source, or measured."""
@@ -44,29 +44,17 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of a GPU model for a training process.
-
-    Predictions read the total and the context. The other figures are for people.
-    """
+    """Memory of a GPU model, as a training process sees it."""
 
     schema: Literal[1]
     name: Slug
     title: Text
     vendor: Text
     capability: Capability = msgspec.field(name="compute_capability")
-    device_names: tuple[Text, ...] = ()
-    """Names that the driver uses for the GPU."""
     total: Figure
     """Memory in torch: ``torch.cuda.get_device_properties(...).total_memory``."""
-    nvml_total: Figure | None = None
-    """Memory in ``nvidia-smi``, which is more than in torch."""
     context: Figure | None = None
     """Part of the total that the CUDA context, the driver and loaded kernels hold."""
-    multiprocessors: Figure | None = None
-    """Streaming multiprocessors."""
-    memory_bandwidth: Figure | None = None
-    dense_bf16: Figure | None = None
-    dense_fp16: Figure | None = None
 
     @property
     def total_bytes(self) -> int:

@@ -67,16 +67,13 @@ def slug_of(found: Found) -> str:
 
 def measured(profile: HardwareProfile, found: Found, date: str) -> HardwareProfile:
     """Return a profile with the figures that were measured on its GPU."""
-    speeds = found.get("facts/speeds", {})
     figures = {
-        "total": (found["facts/versions"].get("total_bytes"), "B"),
-        "context": (max(found.get("facts/context", {}).values(), default=None), "B"),
-        "memory_bandwidth": (speeds.get("bytes_per_second"), "B/s"),
-        "dense_bf16": (speeds.get("bf16_per_second"), "FLOP/s"),
+        "total": found["facts/versions"].get("total_bytes"),
+        "context": max(found.get("facts/context", {}).values(), default=None),
     }
     known = {
-        name: Figure(value=int(value), unit=unit, source=COMMAND, date=date, measured=True)
-        for name, (value, unit) in figures.items()
+        name: Figure(value=int(value), unit="B", source=COMMAND, date=date, measured=True)
+        for name, value in figures.items()
         if value
     }
     return msgspec.structs.replace(profile, **known)

@@ -118,7 +118,6 @@ def test_measured_figures_enter_a_profile(tmp_path):
     found = {
         "facts/versions": {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "total_bytes": 150_000_000_000},
         "facts/context": {"a": 500, "b": 700},
-        "facts/speeds": {"bytes_per_second": 4.1e12, "bf16_per_second": 7.9e14},
     }
     journal, before = Journal(tmp_path), load_profile("h200")
     for unit, row in found.items():
@@ -129,8 +128,7 @@ def test_measured_figures_enter_a_profile(tmp_path):
     assert keep.keep(tmp_path, tmp_path / "kept", tmp_path, file) == 0
     after = read_profile(file)
     assert (after.total.value, after.total.measured) == (150_000_000_000, True)
-    assert (after.context.value, after.dense_bf16.value) == (700, 790_000_000_000_000)
-    assert after.nvml_total == before.nvml_total
+    assert after.context.value == 700
     assert (tmp_path / "kept/nvidia-h200-torch-2.11.0/gpt-4.csv.gz").exists()
 
 

@@ -16,12 +16,6 @@ from autobatch.device.profiles import data_home, format_profile, list_profiles, 
 from tests.support.hardware import a_profile
 
 SHIPPED = sorted((Path(__file__).parents[2] / "profiles").glob("*.toml"))
-UNITS = {
-    "dense_bf16": "FLOP/s",
-    "dense_fp16": "FLOP/s",
-    "memory_bandwidth": "B/s",
-    "multiprocessors": "count",
-}
 WHOLE = format_profile(a_profile())
 
 
@@ -32,11 +26,9 @@ def test_the_shipped_profiles_are_whole_and_sane():
         assert format_profile(profile) == file.read_text(encoding="utf-8"), "not in the canonical form"
         assert profile.compute_capability >= (7, 0)
         assert 7 * GiB < profile.total_bytes < 256 * GiB
-        assert profile.nvml_total is None or profile.nvml_total.value > profile.total_bytes
         assert 64 * MiB < profile.context_bytes < 2 * GiB
-        for name, figure in tomllib.loads(file.read_text()).items():
+        for figure in tomllib.loads(file.read_text()).values():
             if isinstance(figure, dict):
-                assert figure["unit"] == UNITS.get(name, "B")
                 assert figure["measured"] is False, "no shipped figure was measured by autobatch"
                 hosts = re.findall(r"https?://([^/]+)/", figure["source"])
                 assert {*hosts} <= {"developer.nvidia.com", "github.com"}, "no maker, and no log of a GPU"
