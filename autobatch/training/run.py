@@ -228,7 +228,11 @@ class _Run:
                 self._options.log,
                 files.out,
                 project=loop.workload.name,
-                settings=files.settings,
+                settings={
+                    name: value
+                    for name, value in (files.options.by_name() | files.facts.get("plan", {})).items()
+                    if isinstance(value, str | int | float)
+                },
                 begun_at=loop.batches_seen,
                 logged=logged,
             )

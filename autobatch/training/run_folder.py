@@ -34,16 +34,6 @@ class RunFiles:
     sinks: Sequence[Sink] = ()
     """Receive the records too."""
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The options and the plan by name, without lists and URLs, which may have passwords."""
-        found = self.options.by_name() | self.facts.get("plan", {})
-        return {
-            name: value
-            for name, value in found.items()
-            if isinstance(value, str | int | float) and "://" not in str(value)
-        }
-
 
 RUNS = Path("runs")
 LOCK = ".lock"

@@ -20,7 +20,6 @@ from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
 from tests.support.runs import (
     HINT,
-    STEPS,
     ActingAfter,
     open_loop,
     resume,
@@ -29,21 +28,6 @@ from tests.support.runs import (
     settings,
 )
 from tests.support.training import make_workload, mean_loss
-
-
-def test_metrics_of_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise KeyError("killed")
-
-    with pytest.raises(KeyError):
-        train(open_loop(), settings(tmp_path, checkpoint_every=2), ActingAfter(5, fail), None)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
-    assert load_newest(tmp_path / "checkpoints").state["counters"]["batches_seen"] == 4
-    _, done = resume(tmp_path)
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
-    assert done.first_loss == rows(tmp_path)[0]["loss"]
-    assert done.samples == 42
 
 
 def test_a_non_finite_loss_leaves_the_checkpoint_and_tells_how_to_resume(tmp_path: Path) -> None:

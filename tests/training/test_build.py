@@ -18,7 +18,6 @@ from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.planning import make_plan
 from autobatch.training.build import open_loop
-from autobatch.training.checkpoint import load_newest
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.options import as_options
 from tests.support.training import (
@@ -43,7 +42,6 @@ OPTIONS: dict[str, Any] = {
     ("field", "function"),
     [
         ("loss", lambda model, batch: None),
-        ("loss", lambda model, batch: [1.0, 2.0]),
         ("model", lambda: 3),
         ("optimizer", lambda params, learning_rate: params),
         ("schedule", lambda optimizer, steps: None),
@@ -92,13 +90,6 @@ def test_a_schedule_takes_what_its_arguments_are_called(schedule, rates) -> None
 def test_a_schedule_that_is_none_is_refused(schedule, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         fit(make_workload(schedule=schedule), **OPTIONS, out=tmp_path)
-
-
-def test_samples_stay_seeded_after_a_resume(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"target_batch": 8, "trials": 0, "device": "cpu", "out": tmp_path}
-    fit(make_workload(), steps=1, workers=1, **options)
-    fit(make_workload(), steps=2, workers=0, resume=True, **options)
-    assert load_newest(tmp_path / "checkpoints").facts["sample_seeds"]
 
 
 def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:

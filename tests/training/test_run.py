@@ -1,72 +1,59 @@
-"""Files of a run on disk, and what is written when memory runs out."""
+"""Runs on disk that end early: out of memory, values that are not finite, state that cannot be kept."""
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from autobatch import DoesNotFitError, InputError, Progress, RestartSmallerError
+from autobatch import DoesNotFitError, InputError, NonFiniteError, Progress, RestartSmallerError
+from autobatch.device.cpu import CpuDevice, SimulatedDevice
+from autobatch.device.profiles import load_profile
 from autobatch.training.run import train
 from tests.support.faults import Fault, Noisy, Watching, plain
 from tests.support.runs import STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
 from tests.support.training import (
     fingerprint,
+    make_loop,
     make_workload,
     mean_loss,
+    network,
     points,
+    weights,
 )
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 DRIVER = RuntimeError("CUDA error: out of memory")
 
 
-class Drawing(torch.nn.Module):
-    """Model with dropout and running statistics: all the state that a forward pass changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3))
-        self.register_buffer("mean", torch.zeros(3))
-        self.double()
-
-    def forward(self, inputs):
-        found = self.body(inputs)
-        self.mean.lerp_(found.detach().mean(0), 0.1)
-        return found - self.mean
-
-
-def drawing():
-    return plain(model=Drawing, train_data=Noisy(*points().columns))
-
-
-def run_until_oom(out: Path, error: Exception, *, micro_batch: int, after: int = 3):
-    """Train until an operator of the step after some raises; return the error."""
-    fault = Fault(60, error=error)
-    loop = open_loop(drawing(), target_batch=8, micro_batch=micro_batch, meter=Watching(fault))
-    fault.armed = after == 0
-    with fault, pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
-        train(loop, settings(out), ActingAfter(after, lambda: setattr(fault, "armed", True)), None)
-    assert fault.phases[60] in ("forward", "loss", "backward")
-    return caught.value
-
-
 @pytest.mark.parametrize(
     ("error", "micro_batch", "after", "code", "then"),
-    [(FULL, 1, 3, 3, 1), (DRIVER, 1, 3, 3, 1), (DRIVER, 4, 3, 77, 2), (DRIVER, 4, 0, 77, 2)],
+    [(FULL, 1, 3, 3, 1), (DRIVER, 4, 3, 77, 2), (DRIVER, 4, 0, 77, 2)],
 )
 def test_a_run_that_ends_out_of_memory_before_the_optimizer_step_writes_the_state_before_the_batch(
     error: Exception, micro_batch: int, after: int, code: int, then: int, tmp_path: Path
 ) -> None:
-    caught = run_until_oom(tmp_path, error, micro_batch=micro_batch, after=after)
-    assert caught.exit_code == code
+    workload = plain(train_data=Noisy(*points().columns))
+    options = {"target_batch": 8, "micro_batch": micro_batch}
+    fault = Fault(60, error=error)
+    loop = open_loop(workload, **options, meter=Watching(fault))
+    fault.armed = after == 0
+    with fault, pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
+        train(loop, settings(tmp_path), ActingAfter(after, lambda: setattr(fault, "armed", True)), None)
+    assert fault.phases[60] in ("forward", "backward")
+    assert caught.value.exit_code == code
     assert saved_steps(tmp_path) == [after]
-    assert "resume" in caught.__notes__[-1]
+    assert "resume" in caught.value.__notes__[-1]
     assert (tmp_path / "oom.json").exists() == (code == 77)
-    loop, done = resume(tmp_path, drawing(), target_batch=8, micro_batch=micro_batch)
+    loop, done = resume(tmp_path, workload, **options)
     assert (done.optimizer_steps, done.micro_batch) == (STEPS, then)
-    straight = open_loop(drawing(), target_batch=8, micro_batch=micro_batch if after else then)
+    straight = open_loop(workload, target_batch=8, micro_batch=micro_batch if after else then)
     for record in straight.run():
         if record.step == after:
             straight.micro_batch = then
@@ -110,14 +97,10 @@ def test_a_validation_out_of_memory_leaves_a_checkpoint_of_its_step(tmp_path: Pa
         return mean_loss(model, batch)
 
     fault = Fault()
-    workload = make_workload(loss=loss, validation_data=points(3))
+    loop = open_loop(make_workload(loss=loss, validation_data=points(3)))
+    listener = ActingAfter(1, lambda: setattr(fault, "armed", True))
     with pytest.raises(DoesNotFitError, match="in validation"):
-        train(
-            open_loop(workload),
-            settings(tmp_path, validate_every=2),
-            ActingAfter(1, lambda: setattr(fault, "armed", True)),
-            None,
-        )
+        train(loop, settings(tmp_path, validate_every=2), listener, None)
     assert saved_steps(tmp_path) == [2]
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
@@ -131,3 +114,73 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_
     with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
         train(loop, settings(tmp_path), Progress(), None)
     assert loop.batches_seen == 0
+
+
+class Lost(CpuDevice):
+    """A device that no longer answers. Freeing its cache does not show it."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("lost")
+
+
+@pytest.mark.parametrize(("error", "raised"), [(FULL, RuntimeError), (DRIVER, RestartSmallerError)])
+def test_a_lost_device_ends_the_run_and_may_not_answer_after_a_fatal_error(error, raised) -> None:
+    fault, device = Fault(60, error=error), Lost(memory_budget="1GiB")
+    loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault), device=device)
+    fault.armed = True
+    with fault, pytest.raises(raised):
+        next(loop.run())
+    assert not loop.can_be_saved
+
+
+@pytest.mark.parametrize(("left", "expected"), [('{"micro_batch": 2}', 2), ("broken", 3)])
+def test_a_resumed_run_uses_the_smaller_micro_batch_of_one_that_ran_out_of_memory(
+    left: str, expected: int, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyError):
+        train(open_loop(), settings(tmp_path, checkpoint_every=2), ActingAfter(3, {}.popitem), None)
+    (tmp_path / "oom.json").write_text(left)
+    _, done = resume(tmp_path)
+    assert done.micro_batch == expected
+    assert [row["micro_batch"] for row in rows(tmp_path)] == [3, 3, *[expected] * 4]
+    assert not (tmp_path / "oom.json").exists()
+
+
+def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path: Path) -> None:
+    kept = list[Any]()
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        kept.append(model[0](batch[0]))
+        return cross_entropy(model(batch[0]), batch[1])
+
+    workload = make_workload(
+        model=lambda: nn.Sequential(nn.Linear(5, 1024), nn.ReLU(), nn.Linear(1024, 3)),
+        train_data=points(64, dtype=torch.float32),
+        loss=loss,
+    )
+    gpu = SimulatedDevice(load_profile("rtx-4090"), memory_budget="12MiB")
+    with gpu.training() as meter:
+        loop = make_loop(workload, target_batch=64, micro_batch=64, steps=99, device=gpu, meter=meter)
+        with pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
+            train(loop, settings(tmp_path / "run", target_batch=64), Progress(), None)
+    found = re.search(r"held between steps: ([\d.]+) MiB after step 16, ([\d.]+) MiB now", str(caught.value))
+    assert found is not None, caught.value
+    early, late = map(float, found.groups())
+    assert early + 3 < late <= 12
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_non_finite_loss_stops_the_run_before_the_step_and_names_its_samples(precision) -> None:
+    data = points(24, dtype=torch.float32)
+    workload = make_workload(model=lambda: network(torch.float32), train_data=data)
+    loop = make_loop(workload, target_batch=6, micro_batch=4, steps=4, precision=precision)
+    ids = list(loop.sampler.batches())[2].ids
+    data.columns[0][ids[4], 0] = math.nan
+    run = loop.run()
+    next(run), next(run)
+    before = weights(loop.train_state.model)
+    with pytest.raises(NonFiniteError, match=r"loss \(nan\) of step 3 ") as caught:
+        next(run)
+    assert str(ids) in str(caught.value)
+    assert torch.equal(weights(loop.train_state.model), before)
+    assert loop.batches_seen == loop.steps_applied == 2
