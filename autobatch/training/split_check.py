@@ -246,7 +246,7 @@ Run: TypeAlias = Callable[..., Tensor]
 @contextmanager
 def _open_passes(
     setup: Setup, session: Session, dtype: torch.dtype | None, *, is_eval: bool
-) -> Iterator[tuple[Run, set[str]]]:
+) -> Iterator[tuple[Run, dict[str, Tensor]]]:
     """Open a function that runs micro-batches as a step does, on temporary weights, within the block.
 
     Args:
@@ -256,9 +256,9 @@ def _open_passes(
         is_eval: True for the whole model in eval mode; False for only its dropout and BatchNorm.
 
     Returns:
-        The function, and the names of the buffers and frozen parameters that its forward passes have changed.
+        The function, and the buffers and frozen parameters that its last call has changed, by name.
     """
-    setup, written = setup if dtype is None else replace(setup, precision="fp32"), set[str]()
+    setup, written = setup if dtype is None else replace(setup, precision="fp32"), dict[str, Tensor]()
     with session() as meter, on_copies(setup, meter) as train_state:
         model = train_state.model
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -289,8 +289,9 @@ def _open_passes(
                 # Moved and converted at once: a model may have thousands of parameters.
                 gradient = torch.cat([_elements(*pair) for pair in train_state.gradients.by_parameter()])
                 now = state()
+                written.clear()
                 written.update(
-                    name for name in now if not torch.equal(now[name], before.get(name, now[name]))
+                    (name, t) for name, t in now.items() if not torch.equal(t, before.get(name, t))
                 )
             finally:
                 train_state.gradients.clear()
@@ -312,7 +313,7 @@ def _elements(parameter: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _judge(
-    passes: tuple[Run, set[str]],
+    passes: tuple[Run, dict[str, Tensor]],
     whole: tuple[Collated, int],
     parts: Parts,
     tolerance: float,
@@ -339,13 +340,18 @@ def _judge(
     )
     if not float((first - run(whole, seed=2)).norm()) <= tolerance * norm:
         return Finding(unchecked=f"{said}, and its draws alone change the gradient")
-    if written:
-        return Finding(
-            f"{said}: the forward pass writes {', '.join(sorted(written)[:PARTS])}, through which "
-            "micro-batches see each other. Write it once per batch, in Workload(after_step=…)"
-        )
+    of_whole = dict(written)
     columns = torch.stack([run(part) for part in parts], dim=1)
-    cause = _cause_in_hooks(setup.model) or _cause_in_loss(setup, first[:, None], columns, tolerance)
+    if of_whole or written:
+        writes = f"the forward pass writes {', '.join(sorted({**of_whole, **written})[:PARTS])}"
+        if all(torch.equal(t, of_whole.get(name, t)) for name, t in written.items()):
+            return Finding(unchecked=f"{said}, and {writes} whatever the samples are")
+        cause = (
+            f"{writes}, through which micro-batches see each other. Write it once per batch, in "
+            "Workload(after_step=…)"
+        )
+    else:
+        cause = _cause_in_hooks(setup.model) or _cause_in_loss(setup, first[:, None], columns, tolerance)
     return Finding(f"{said}: {cause}")
 
 
