@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from autobatch.api.run import Run, check_data_of_ranks, claim, make_room
+from autobatch.api.run import Run, check_data_of_ranks, claim
 from autobatch.api.stages import OPENING, open_workload, plan, tune_and_split
 from autobatch.core.errors import InputError
 from autobatch.core.records import Plan, RunRecord
@@ -28,7 +28,7 @@ from autobatch.training.resume import (
     load_run_state,
 )
 from autobatch.training.run import RunInputs
-from autobatch.training.run_folder import folder_of
+from autobatch.training.run_folder import folder_of, move_earlier_run
 from autobatch.workload.contract import Workload, schedule_arguments
 from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.order import GlobalBatchSampler
@@ -50,12 +50,15 @@ def begin(run: Run) -> RunInputs:
         samples = info.epoch_samples
         if samples is None:
             samples = _count(run, lambda: process.call("counting the samples", count_stream))
-        claim(run, lambda: folder_of(options.out, info.name, resume=False))
+        out = claim(run, lambda: folder_of(options.out, info.name, resume=False))
         if info.shards is None:
             # Weights that cannot be exported must fail before minutes are spent on a probe.
             process.call("the check of the weights", check_exportable)
         plan(run)
-        make_room(run)
+        if run.ranks.earlier_out is None:  # which is this run, started again
+            earlier = run.ranks.once(lambda: move_earlier_run(out))
+            if earlier is not None:
+                run.progress.note(f"moved the earlier run of {out} to {earlier}")
         tune_and_split(run, GlobalBatchSampler(samples=samples, **_lengths(run)).total)
         process, info = run.setup, run.setup.info
         if run.plan.size_cut is not None:

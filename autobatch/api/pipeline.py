@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from autobatch.api.inputs import begin, resume
-from autobatch.api.run import Run, agree_on_options, claim, make_room
+from autobatch.api.run import Run, agree_on_options
 from autobatch.api.stages import open_workload, plan, probe, tune_and_split
 from autobatch.core.files import write_atomic
 from autobatch.core.options import Options
@@ -47,21 +47,17 @@ def run_command(run: Run) -> Result:
     agree_on_options(run)
     if run.ranks.rank == 0:
         check_trackers(run.options.log)
-    with run.held:
-        if run.options.command == "fit":
+    if run.options.command == "fit":
+        with run.held:
             return _fit(run)
-        asked = run.options.out
-        if asked is not None:
-            claim(run, lambda: Path(asked))
-        with preserved_generators(run.workload), run.trying:
-            open_workload(run)
-            if run.options.command == "probe":
-                probe(run)
-            else:
-                plan(run)
-                make_room(run)
-                tune_and_split(run)
-        return run.result if run.out is None else _write_result(run)
+    with preserved_generators(run.workload), run.trying:
+        open_workload(run)
+        if run.options.command == "probe":
+            probe(run)
+        else:
+            plan(run)
+            tune_and_split(run)
+    return run.result
 
 
 def run_estimate(workload: WorkloadSource, options: Options) -> Estimates:
@@ -89,15 +85,19 @@ def _fit(run: Run) -> Result:
         run.settle(**({"steps": demo.STEPS} if run.workload is None else {"epochs": 1}))
     with preserved_generators(run.workload):
         inputs = (resume if run.options.resume else begin)(run)
-    assert run.out is not None
+    out = run.out
+    assert out is not None
     for line in shared_model_notes(inputs.setup.workload, inputs.setup.model):
         run.progress.note(line)
-    hint = resume_hint(run.command, run.out)
-    files = RunFiles(out=run.out, options=run.options, resume_hint=hint, sinks=run.sinks)
+    hint = resume_hint(run.command, out)
+    files = RunFiles(out=out, options=run.options, resume_hint=hint, sinks=run.sinks)
     training, model = train_plan(inputs, files, progress=run.progress, ranks=ranks)
     # Of a model that ranks share, this one has a part only; the file has all of it.
     run.record(training=training, model=None if inputs.plan.parallel == "shard" else model)
-    return _write_result(run)
+    run.record(command=run.command, options=run.options.by_name())
+    if ranks.rank == 0:
+        _write_result(run, out)
+    return run.result
 
 
 def resume_hint(command: str, out: Path) -> str:
@@ -109,12 +109,8 @@ def resume_hint(command: str, out: Path) -> str:
     return shlex.join([*words, *(() if has_folder else ("--out", str(out))), "--resume"])
 
 
-def _write_result(run: Run) -> Result:
-    """Complete a result; rank 0 writes it and the report. A failed report is only noted: the run is done."""
-    run.record(command=run.command, options=run.options.by_name())
-    out = run.out
-    if run.ranks.rank or out is None:
-        return run.result
+def _write_result(run: Run, out: Path) -> None:
+    """Write the result and the report. A failed report is only noted: the run is done."""
     run.record(
         out=out,
         report=out / REPORT,
@@ -133,4 +129,3 @@ def _write_result(run: Run) -> Result:
     except Exception as error:  # whatever drawing raises, the training is done
         run.progress.note(f"the report could not be written: {type(error).__name__}: {error_text(error)}")
         run.record(report=None)
-    return run.result

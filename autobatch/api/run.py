@@ -26,7 +26,7 @@ from autobatch.rehearsal.process import ChildProcess, SetupProcess
 from autobatch.report.result import Result
 from autobatch.training.checkpoint import Loaded
 from autobatch.training.metrics import Sink, Until
-from autobatch.training.run_folder import claim_folder, move_earlier_run, named_failures
+from autobatch.training.run_folder import claim_folder, named_failures
 from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.reference import WorkloadSource
 
@@ -217,13 +217,3 @@ def _check_shared(out: Path, ranks: Ranks) -> None:
                 f"rank {rank} on {host} does not see the folder of the run {out.absolute()}: give an --out "
                 "that all hosts share"
             )
-
-
-def make_room(run: Run) -> None:
-    """Move an earlier run out of the folder, if one was asked for."""
-    # A run that the launcher has started again has no earlier one.
-    out = run.out
-    if out is not None and run.ranks.earlier_out is None:
-        earlier = run.ranks.once(lambda: move_earlier_run(out))
-        if earlier is not None:
-            run.progress.note(f"moved the earlier run of {out} to {earlier}")

@@ -115,7 +115,7 @@ def _limit(run: Run, samples: int | None) -> Limit:
     else:
         failure = None
         try:
-            limit = _search(run, samples)
+            limit = _find(run, samples, explains=False)
         except DoesNotFitError as error:
             failure = str(error).split(". ")[0]
         failures = run.ranks.gather(failure)
@@ -137,15 +137,13 @@ def _limit(run: Run, samples: int | None) -> Limit:
     return limit
 
 
-def _search(run: Run, samples: int | None) -> Limit:
-    return find_limit(run.setup, run.options, share=samples, home=run.home, progress=run.progress)
-
-
-def _find(run: Run, samples: int | None) -> Limit:
+def _find(run: Run, share: int | None, *, explains: bool = True) -> Limit:
     """Find the largest micro-batch on this rank; say what would help if none fits."""
     try:
-        return _search(run, samples)
+        return find_limit(run.setup, run.options, share=share, home=run.home, progress=run.progress)
     except DoesNotFitError as error:
+        if not explains:
+            raise
         refused = str(error)
     remedies: list[Remedy] = []
     with suppress(AutobatchError):  # the error stands without it

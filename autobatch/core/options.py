@@ -210,7 +210,7 @@ OPTIONS = {
         ),
         "keep_last": Option("Checkpoints to keep.", rare=True),
         "resume": Option("Continue from the newest valid checkpoint."),
-        "out": Option("Folder of the run. Without it: runs/NAME/DATE (fit).", "DIR", ("fit", "tune")),
+        "out": Option("Folder of the run. Without it: runs/NAME/DATE.", "DIR"),
     },
     "tuning": {
         "trials": Option("Configurations to measure, 0 for none. Without it: 8, or fewer in fit."),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch.utils.data import TensorDataset
 import autobatch
 from autobatch import InputError
 from tests.support.probes import Listener, mlp, work
-from tests.support.ragged import CONTRASTIVE, pad, ragged_workload
+from tests.support.ragged import pad, ragged_workload
 from tests.support.step_workloads import deep_transformer
 from tests.support.training import language_model, make_workload
 
@@ -55,7 +54,7 @@ def test_a_probe_and_a_plan_have_the_fields_of_their_records_and_the_device() ->
 
 @pytest.mark.parametrize(
     ("options", "launched", "world", "share"),
-    [({}, None, 1, 64), ({}, "4", 4, 16), ({"world_size": 3}, "4", 3, 22), ({"world_size": 1}, "4", 1, 64)],
+    [({}, None, 1, 64), ({}, "4", 4, 16), ({"world_size": 3}, "4", 3, 22)],
 )
 def test_a_plan_is_for_the_ranks_that_were_asked_for_or_launched(
     options: dict[str, Any], launched: str | None, world: int, share: int, monkeypatch: pytest.MonkeyPatch
@@ -96,20 +95,14 @@ def test_a_plan_that_cannot_be_right_is_refused(workload: Any, options: dict[str
         plan(workload(), 24, **options)
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss": CONTRASTIVE}])
-def test_a_plan_by_size_has_its_rule_and_says_what_it_saves(changes: dict[str, Any]) -> None:
-    found, notes = plan(ragged_workload(**changes), 24, split="size")
+def test_a_plan_by_size_has_its_rule_and_says_what_it_saves() -> None:
+    found, notes = plan(ragged_workload(), 24, split="size")
     cut = found.size_cut
     assert (found.split, cut.micro_batch) == ("size", min(found.probe.micro_batch, 24))
     assert cut.padding <= cut.padding_by_count
     assert any("times its real size" in line for line in notes)
-
-
-@pytest.mark.parametrize("options", [{"split": "count"}, {"world_size": 2}])
-def test_a_plan_by_count_and_one_for_ranks_of_another_loop_have_no_cut(options: dict[str, Any]) -> None:
-    found, notes = plan(ragged_workload(), 24, **options)
-    assert (found.split, found.size_cut) == ("count", None)
-    assert not any("times its real size" in line for line in notes)
+    found, notes = plan(ragged_workload(), 24, world_size=2)
+    assert (found.split, found.size_cut) == ("count", None), "a plan for the ranks of another loop"
 
 
 def test_a_cut_that_cannot_be_rehearsed_leaves_a_plan_by_count() -> None:
@@ -138,10 +131,6 @@ def test_an_estimate_has_one_prediction_for_each_profile(own_home: Path) -> None
     found = autobatch.estimate(work(lambda: mlp(8)), profile=["t4", "l4"], max_micro_batch=2)
     assert [(one.profile, one.micro_batch) for one in found.estimates] == [("t4", 2), ("l4", 2)]
     assert not own_home.exists()
-    found = autobatch.estimate(target_batch=64)
-    assert len(found.estimates) >= 15
-    needs = [(one.plan.accumulation_steps, one.budget_bytes) for one in found.estimates if one.plan]
-    assert needs == sorted(needs)
 
 
 def half_workload() -> autobatch.Workload:
@@ -157,40 +146,19 @@ def half_workload() -> autobatch.Workload:
     )
 
 
-def test_the_limit_is_predicted_for_either_type_of_gradients() -> None:
-    options: dict[str, Any] = {"device": "cpu", "precision": "fp32"}
-    peaks = {
-        dtype: autobatch.probe(half_workload(), micro_batch=2, gradient_dtype=dtype, **options)
-        .attempts[0]
-        .peak_allocated_bytes
-        for dtype in ("fp32", "weights")
-    }
-    # The sums of a linear layer's weights alone are 24,000 bytes more.
-    assert peaks["fp32"] - peaks["weights"] >= 2 * 300 * 40
-    budget, limits = 3 * peaks["fp32"], []
-    for dtype in peaks:
-        found = autobatch.probe(half_workload(), memory_budget=budget, gradient_dtype=dtype, **options)
-        assert (found.predicted_micro_batch, found.oom_count) == (found.micro_batch, 0)
-        limits.append(found.micro_batch)
-    assert limits == sorted(limits)
-
-
-@pytest.mark.parametrize(("asked", "dtype"), [("auto", None), ("weights", torch.bfloat16)])
-def test_the_plan_carries_the_type_of_gradients_into_a_loop_of_the_users(
-    asked: str, dtype: torch.dtype | None
-) -> None:
-    made, _ = plan(half_workload(), 96, max_micro_batch=1, gradient_dtype=asked, memory_budget=None)
-    assert msgspec.to_builtins(made)["gradient_dtype"] == ("fp32" if dtype is None else "weights")
-    one = half_workload()
-    model = one.model()
-    optimizer = one.optimizer(model.parameters(), 0.0)
-    [batch] = autobatch.batches(one, made, optimizer=optimizer, steps=1)
-    for micro in batch:
-        batch.backward(one.loss(model, micro.data))
-    # Sums in float32 are kept aside until the step.
-    gradient = model[0].weight.grad
-    assert (None if gradient is None else gradient.dtype) == dtype
-    batch.step()
+def test_the_plan_carries_the_type_of_gradients_into_a_loop_of_the_users() -> None:
+    for asked, dtype in (("auto", None), ("weights", torch.bfloat16)):
+        made, _ = plan(half_workload(), 96, max_micro_batch=1, gradient_dtype=asked, memory_budget=None)
+        workload = half_workload()
+        model = workload.model()
+        optimizer = workload.optimizer(model.parameters(), 0.0)
+        [batch] = autobatch.batches(workload, made, optimizer=optimizer, steps=1)
+        for micro in batch:
+            batch.backward(workload.loss(model, micro.data))
+        # Sums in float32 are kept aside until the step.
+        gradient = model[0].weight.grad
+        assert (None if gradient is None else gradient.dtype) == dtype
+        batch.step()
 
 
 def test_a_resume_with_another_type_of_gradients_plans_again(tmp_path: Path) -> None:

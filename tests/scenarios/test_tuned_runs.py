@@ -17,7 +17,6 @@ from torch import nn
 import autobatch
 from autobatch.device.cpu import CpuDevice
 from autobatch.planning import make_plan
-from autobatch.report.result import load_run
 from autobatch.tuning import fastest, learning_rate, trial
 from autobatch.tuning.learning_rate import short_run
 from tests.support.training import make_setup
@@ -47,14 +46,12 @@ def test_numbers_that_nobody_asked_to_change_stay(monkeypatch: pytest.MonkeyPatc
     times = lambda setup, *_: 0.01 if setup.precision == "bf16" else 1.0  # noqa: E731
     monkeypatch.setattr(trial, "time_steps", times)
     options: dict[str, Any] = {"target_batch": 48, "device": "cpu", "trials": 4}
-    out = tmp_path / "tuned"
-    first = autobatch.tune(linear_workload(), out=out, **options)
+    first = autobatch.tune(linear_workload(), **options)
     assert first.tuning is not None
     assert first.plan is not None
     assert (first.plan.precision, first.plan.knobs, first.tuning.low) == ("fp32", {}, None)
     assert first.tuning.best == {"micro_batch_shift": 0}
     assert first.tuning.offers == ["bf16 is at least 100.00 × faster here: add --precision bf16"]
-    assert load_run(out).tuning == first.tuning
     asked = autobatch.tune(linear_workload(), knobs="precision", **options)
     assert asked.plan is not None
     assert asked.tuning is not None
