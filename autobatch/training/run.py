@@ -21,7 +21,6 @@ from autobatch.core.errors import (
     DoesNotFitError,
     Interrupted,
     RestartSmallerError,
-    UserCodeError,
 )
 from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.progress import Progress
@@ -51,7 +50,7 @@ from autobatch.training.trackers import open_trackers
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
-from autobatch.workload.user_code import describe, user_code
+from autobatch.workload.user_code import user_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +157,7 @@ def train(
         CheckpointError: a checkpoint or another file could not be written.
         InputError: the workload keeps state that a checkpoint cannot hold.
         AutobatchError: see `Loop.run`.
-        Exception: whatever ``until`` raises, after a checkpoint.
+        Exception: whatever ``until`` raises.
     """
     files.out.mkdir(parents=True, exist_ok=True)
     ranks, begun_at = loop.engine.ranks, loop.batches_seen
@@ -272,34 +271,15 @@ class _Run:
                 self._progress.doing("saving a checkpoint")
                 self._save_if_needed()
                 self._progress.saved(record.step)
-            if until is not None and self._is_enough(until, record):
+            with user_code("until"):
+                is_enough = until is not None and loop.engine.ranks.once(lambda: bool(until(record)))  # noqa: B023
+            if is_enough:
                 self._add_note(f"until=… ended the run after step {record.step} of {total}")
                 break
             self._stop_if_requested()
         self._stop_if_requested()
         self._progress.doing("saving a checkpoint")
         self._save_if_needed()
-
-    def _is_enough(self, until: Until, record: StepRecord) -> bool:
-        """Ask the user's rule on rank 0 whether the run ends here; all ranks call it.
-
-        Raises:
-            Exception: whatever the rule raises, on rank 0, after a checkpoint.
-            UserCodeError: the same on the other ranks.
-        """
-        ranks, error = self._loop.engine.ranks, None
-        answer: bool | str = False
-        if ranks.rank == 0:
-            try:
-                with user_code("until"):
-                    answer = bool(until(record))
-            except Exception as raised:
-                error, answer = raised, describe(raised)
-        answer = ranks.broadcast(answer)
-        if isinstance(answer, bool):
-            return answer
-        self._save_if_needed()
-        raise error or UserCodeError(f"on rank 0, {answer}")
 
     def _compare(self, record: StepRecord) -> None:
         """Compare a step that ran again after a resume with its line from before it."""
