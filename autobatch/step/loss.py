@@ -26,8 +26,6 @@ from autobatch.workload.nested import form_of
 if TYPE_CHECKING:
     from autobatch.step.train_state import TrainState
 
-COUNT_TOLERANCE = 1e-5
-"""Relative difference of two sums of the same counts, which may be weights in float32."""
 ONE = ""
 """Name of the only term of a loss."""
 Number: TypeAlias = Tensor | float
@@ -117,27 +115,21 @@ def begin_terms(
         InputError: the loss has several terms with counts, and nothing or something else counts them ahead.
     """
     counts, peers = train_state.counts, train_state.peers
+    own = {} if counts is None else counts.sums
     counted = [name for name, term in (terms or {}).items() if name and isinstance(term, Loss)]
-    if counts is None:
-        if counted:
-            example = ", ".join(f"{name!r}: …" for name in counted)
-            raise InputError(
-                "the loss has several terms, each divided by all that it counts in a batch, which must be "
-                f"known before the first backward pass: give Workload(counts=lambda batch: {{{example}}}), "
-                "which returns the counts of a collated micro-batch on the host"
-            )
-        return
-    own = counts.sums
-    if terms is not None and own and {*own} != {*counted}:
+    if (counted and counts is None) or (own and terms is not None and {*own} != {*counted}):
+        example = ", ".join(f"{name!r}: …" for name in counted)
         raise InputError(
-            f"counts=… counts {', '.join(own)}, and the terms of the loss that have a count are "
-            f"{', '.join(counted) or 'none'}: count these, or leave counts=… out"
+            f"the loss has {len(counted)} terms with a count, counts=… counts {', '.join(own) or 'none'}, "
+            "but what a term counts in a batch must be known before the first backward pass, so give "
+            f"Workload(counts=lambda batch: {{{example}}}), of a collated micro-batch on the host"
         )
-    # In the order of the loss; a footprint is traced without looking at the data.
-    items = {name: own.get(name, 1.0) for name in counted}
-    totals.is_counted_ahead = bool(own) or peers is not None
-    items = items if peers is None else peers.sum_counts(items)
-    totals.terms = {name: Term(items=count) for name, count in items.items()}
+    if counts is not None:
+        # In the order of the loss; a footprint is traced without looking at the data.
+        items = {name: own.get(name, 1.0) for name in counted}
+        totals.is_counted_ahead = bool(own) or peers is not None
+        items = items if peers is None else peers.sum_counts(items)
+        totals.terms = {name: Term(items=count) for name, count in items.items()}
 
 
 def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: int) -> tuple[Tensor, float]:
@@ -197,26 +189,6 @@ def _weigh_terms(totals: StepTotals, terms: Mapping[str, Tensor | Loss], size: i
         term.count, term.loss = term.count + _summable(count), term.loss + part.detach()
         parts.append(part)
     return sum(parts[1:], start=parts[0])
-
-
-def means_of_terms(totals: StepTotals, values: list[float]) -> dict[str, float]:
-    """Return the mean of each term that counted any item, from the values of `numbers_of_terms`.
-
-    Raises:
-        InputError: a term counted other items while it trained than before.
-    """
-    means = {}
-    for number, (name, term) in enumerate(totals.terms.items()):
-        loss, count = values[2 * number : 2 * number + 2]
-        if totals.is_counted_ahead and not abs(count - term.items) <= COUNT_TOLERANCE * term.items:
-            raise InputError(
-                f"the term {name!r} of the loss counts {count:.10g} items of a batch while it trains, and "
-                f"{term.items:.10g} were counted before, so no step was taken: counts=… must count what the "
-                "loss does"
-            )
-        if term.items:
-            means[name] = loss
-    return means
 
 
 def numbers_of_terms(totals: StepTotals) -> list[Number | None]:

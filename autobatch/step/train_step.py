@@ -32,7 +32,6 @@ from autobatch.step.loss import (
     StepTotals,
     at_least_32_bits,
     begin_terms,
-    means_of_terms,
     numbers_of_terms,
     read_numbers,
     weigh_loss,
@@ -42,6 +41,8 @@ from autobatch.step.whole_batch import accumulate_whole
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, place_of, user_code
 
+COUNT_TOLERANCE = 1e-5
+"""Relative difference of two sums of the same counts, which may be weights in float32."""
 Mark = Callable[[str], None]
 """Called with each phase that begins: ``setup``, ``forward``, ``loss`` (of a batch), ``backward`` or
 ``optimizer``."""
@@ -179,8 +180,8 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     buffers can still be restored to the start of the batch.
 
     Raises:
-        InputError: the loss does not depend on the trained parameters, or the counts of its `Loss` do not sum
-            to a finite number of at least 0.
+        InputError: the loss does not depend on the trained parameters, the counts of its `Loss` do not sum to
+            a finite number of at least 0, or a term counted other items while it trained than before.
     """
     mark("optimizer")
     gradients = train_state.gradients.by_optimizer()
@@ -191,7 +192,17 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     items = float(totals.samples) if totals.count is None else count
     if not 0 <= items < math.inf:
         raise invalid_count(items, "the workload's loss")
-    terms = means_of_terms(totals, read[len(norms) :])
+    terms, numbers = dict[str, float](), iter(read[len(norms) :])
+    for name, term in totals.terms.items():
+        mean, counted = next(numbers), next(numbers)
+        if totals.is_counted_ahead and not abs(counted - term.items) <= COUNT_TOLERANCE * term.items:
+            raise InputError(
+                f"the term {name!r} of the loss counts {counted:.10g} items of a batch while it trains, and "
+                f"{term.items:.10g} were counted before, so no step was taken: counts=… must count what the "
+                "loss does"
+            )
+        if term.items:
+            terms[name] = mean
     items = items if terms or not totals.terms else 0.0
     if items > 0 and not any(has_gradient):
         raise NoGradientError(

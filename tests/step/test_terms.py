@@ -87,7 +87,7 @@ def counted(**values: Any) -> Any:
 WRONG: dict[str, dict[str, Any]] = {
     "counts=lambda batch: {'boxes': …, 'classes': …}": {"counts": None},
     "the term 'boxes' of the loss counts": {"counts": counted(boxes=3, classes=9)},
-    "counts=… counts boxes, and the terms": {"counts": counted(boxes=3)},
+    "counts=… counts boxes, ": {"counts": counted(boxes=3)},
     "must be finite": {"counts": counted(boxes=3, classes=math.inf)},
     "found nan": {"counts": counted(boxes=torch.tensor(math.nan), classes=3)},
     "must be a number or a 0-d tensor": {"counts": counted(boxes="3", classes=3)},
