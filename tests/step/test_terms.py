@@ -22,15 +22,17 @@ from tests.support.detection import (
     with_mean,
 )
 from tests.support.steps import CLASS_WEIGHTS, EXACT, SAMPLES, off, step_of, train_state_of
-from tests.support.training import reference, weights
+from tests.support.training import Rows, reference, weights
 
 
 def of_one(name: str) -> dict[str, Any]:
     return {"loss": lambda m, b: {name: terms(m, b)[name]}, "counts": lambda b: {name: counts(b)[name]}}
 
 
+WITHOUT_BOXES = Rows(*scenes().columns[:3], torch.zeros(48, dtype=torch.bool))
 LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
     "counted": ({}, whole),
+    "of which one counts nothing": ({"train_data": WITHOUT_BOXES}, whole),
     "beside a mean": ({**of_one("boxes"), "loss": with_mean}, whole_with_mean),
     "means only": ({"loss": two_means, "counts": None}, lambda m, b: sum(two_means(m, b).values())),
     "one with a name": (of_one("classes"), lambda m, b: cross_entropy(m(b[0])[0], b[1], CLASS_WEIGHTS)),
@@ -47,18 +49,6 @@ def test_steps_are_those_of_whole_batches_and_the_terms_add_up_to_the_loss(kind:
     assert off(train_state, workload, expected) <= EXACT
     assert [result.loss for result in results] == pytest.approx(losses, rel=EXACT)
     assert [sum(result.terms.values()) for result in results] == pytest.approx(losses, rel=EXACT)
-
-
-def test_a_term_that_counts_nothing_adds_nothing_and_is_not_told() -> None:
-    data = scenes()
-    data.columns[3][:] = False
-    workload = detection(train_data=data)
-    expected, losses = reference(workload, [range(SAMPLES)], whole)
-    train_state = train_state_of(workload)
-    result = step_of(train_state, workload, [9, 15])
-    assert off(train_state, workload, expected) <= EXACT
-    assert result.loss == pytest.approx(losses[0], rel=EXACT)
-    assert list(result.terms) == ["classes"]
 
 
 def always(**values: Any) -> Any:

@@ -18,7 +18,7 @@ from tests.support.detection import detection
 from tests.support.detection import whole as whole_detection
 from tests.support.overflow import Overflow
 from tests.support.step_workloads import setup
-from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, step_of, train_state_of, whole_tokens
+from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, step_of, train_state_of
 from tests.support.training import (
     IGNORED,
     language_model,
@@ -35,56 +35,29 @@ from tests.support.training import (
 ALL_KINDS = {**KINDS, "terms": (None, whole_detection)}
 
 
-def workload_of(kind: str) -> tuple[Any, Any]:
-    fields, whole = ALL_KINDS[kind]
-    return detection() if fields is None else make_workload(**fields), whole
-
-
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("sizes", [[24], [12, 12], [5] * 4 + [4], [1] * 24, [1, 23], [20, 3, 1]])
-def test_any_split_takes_the_step_of_the_whole_batch(kind: str, sizes: list[int]) -> None:
-    workload, whole = workload_of(kind)
-    expected, losses = reference(workload, [range(SAMPLES)], whole)
-    train_state = train_state_of(workload)
+@pytest.mark.parametrize(
+    ("sizes", "clip", "scale"),
+    [([24], None, None), ([12, 12], 1e-3, None), ([1] * 24, None, None), ([20, 3, 1], 1e-3, 2.0**10)],
+)
+def test_any_split_takes_the_step_of_the_whole_batch(
+    kind: str, sizes: list[int], clip: float | None, scale: float | None
+) -> None:
+    fields, whole = ALL_KINDS[kind]
+    workload = detection() if fields is None else make_workload(**fields)
+    expected, losses = reference(workload, [range(SAMPLES)], whole, clip=clip)
+    train_state = train_state_of(workload, max_grad_norm=clip)
+    train_state.scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
     result = step_of(train_state, workload, sizes)
     assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
     assert result.applied
     assert all(p.grad is None for p in train_state.model.parameters())
-
-
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("scale", [None, 2.0**10])
-def test_the_norm_and_the_clipping_are_those_of_the_whole_batch(kind: str, scale: float | None) -> None:
-    workload, whole = workload_of(kind)
-    expected, _ = reference(workload, [range(SAMPLES)], whole, clip=1e-3)
-    train_state = train_state_of(workload, max_grad_norm=1e-3)
-    train_state.scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
-    result = step_of(train_state, workload, [5, 1, 18])
-    assert off(train_state, workload, expected) <= EXACT
     torch.manual_seed(0)
     model = workload.model()
     whole(model, split(workload, [SAMPLES])[0][0]).backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert result.grad_norm == pytest.approx(float(nn.utils.get_total_norm(gradients)), rel=EXACT)
-
-
-def constant_if_none(model: nn.Module, batch: Any) -> Loss:
-    found = token_loss(model, batch)
-    return found if found.count else Loss(torch.zeros(()), 0)
-
-
-@pytest.mark.parametrize("loss", [token_loss, constant_if_none])
-@pytest.mark.parametrize("empty", [0, 2])
-def test_a_micro_batch_that_counts_nothing_adds_nothing(empty: int, loss: Any) -> None:
-    data = tokens()
-    data.columns[1][empty * 8 : empty * 8 + 8] = IGNORED
-    workload = make_workload(model=language_model, train_data=data, loss=loss)
-    expected, losses = reference(workload, [range(SAMPLES)], whole_tokens)
-    train_state = train_state_of(workload)
-    result = step_of(train_state, workload, [8, 8, 8])
-    assert off(train_state, workload, expected) <= EXACT
-    assert result.loss == pytest.approx(losses[0], rel=EXACT)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

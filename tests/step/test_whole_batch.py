@@ -16,26 +16,16 @@ from autobatch.device.base import SilentMeter
 from autobatch.step.train_step import train_step
 from autobatch.workload.rng import seed_everything
 from tests.support.steps import (
-    CLIP,
-    EXACT,
     SAMPLES,
-    Towers,
-    clip,
-    off,
     split,
     step_of,
     train_state_of,
-    two_towers,
 )
 from tests.support.training import (
     INFO_NCE,
     features,
     info_nce,
     make_workload,
-    network,
-    points,
-    reference,
-    weights,
 )
 
 
@@ -86,44 +76,6 @@ def test_the_second_pass_repeats_the_first_and_leaves_no_trace() -> None:
         drawing(alone, seen[0])
         assert draws == (torch.rand(3).tolist(), random.random(), np.random.rand())
         assert all(map(torch.equal, train_state.model.buffers(), alone.buffers()))
-
-
-def test_dropout_has_the_same_mask_in_both_passes() -> None:
-    """The oracle is one pass over the whole batch with the masks that its micro-batches drew."""
-    workload = make_workload(model=lambda: Towers(0.5).double(), loss=CLIP)
-    sizes = [5, 12, 7]
-
-    def whole(model: nn.Module, batch: Any) -> Tensor:
-        parts = [two_towers(model, part) for part, _ in split(workload, sizes)]
-        pair = tuple(torch.cat([part["pair"][i] for part in parts]) for i in (0, 1))
-        others = {name: torch.cat([part[name] for part in parts]) for name in ("anchor", "labels")}
-        return clip(model, {"pair": pair, **others})
-
-    expected, losses = reference(workload, [range(SAMPLES)], whole)
-    train_state = train_state_of(workload)
-    result = step_of(train_state, workload, sizes)
-    assert off(train_state, workload, expected) <= EXACT
-    assert result.loss == pytest.approx(losses[0], rel=EXACT)
-
-
-@pytest.mark.parametrize(("scale", "applied"), [(4096.0, True), (2.0**60, False)])
-def test_in_fp16_the_loss_is_scaled_and_an_overflow_takes_no_step(scale: float, applied: bool) -> None:
-    # At 65536 the gradients of the rows overflow, as they do in one pass.
-    workload = make_workload(
-        model=lambda: network(torch.float32), loss=INFO_NCE, train_data=points(dtype=torch.float32)
-    )
-    train_state = train_state_of(workload, precision="fp16")
-    train_state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
-    before = weights(train_state.model)
-    result = step_of(train_state, workload, [5, 12, 7])
-    assert result.applied is applied
-    if applied:
-        assert result.loss == pytest.approx(losses[0], rel=1e-2)
-        assert off(train_state, workload, expected) < 2e-2
-    else:
-        assert torch.equal(weights(train_state.model), before)
-        assert train_state.scaler.get_scale() == scale / 2
 
 
 @pytest.mark.parametrize(("size", "count"), [(4, 2), (5, 1), (12, 2), (13, 2), (23, 2)])
