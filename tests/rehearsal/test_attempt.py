@@ -39,7 +39,7 @@ def with_batch_norm() -> nn.Module:
 
 
 class Tied(nn.Module):
-    """One weight under two names, a buffer, and features kept on the side."""
+    """One weight under two names, features kept on the side, and parts that a forward pass adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,11 @@ class Tied(nn.Module):
         self.last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
+        self.seen = self.seen + 1
+        if "late" not in self._buffers:
+            self.register_buffer("late", torch.ones(()))
+            self.extra = nn.Linear(1, 1)
+        self.first.requires_grad_(requires_grad=bool(self.seen % 2))
         self.last = self.second(self.first(x).relu())
         return self.last[:, :4]
 

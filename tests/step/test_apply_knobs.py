@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,15 +91,7 @@ def test_an_optimizer_has_the_requested_implementation(choice: str) -> None:
 
 def test_the_compiler_gets_the_forward_pass_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-
-    def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            calls.append(1)
-            return forward(*args)
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch, "compile", lambda forward: lambda *args: calls.append(1) or forward(*args))
     _, _, before = train({})
     model, _, after = train({"compile": "default", "checkpointing": "full"})
     assert (len(calls), after) == (6, before)

@@ -31,10 +31,6 @@ def by_model(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.get_submodule("0").parameters(), lr=lr)
 
 
-def by_module(module: nn.Module, lr: float) -> torch.optim.Optimizer:
-    return by_model(module, lr)
-
-
 def by_name(named_parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": [p]} for _, p in named_parameters], lr=learning_rate)
 
@@ -45,7 +41,7 @@ def plain(params: Any, rate: float) -> torch.optim.Optimizer:
 
 def test_the_name_of_the_argument_tells_what_is_given() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    for optimizer, sizes in {by_model: [2], by_module: [2], by_name: [1] * 4, plain: [4]}.items():
+    for optimizer, sizes in {by_model: [2], by_name: [1] * 4, plain: [4]}.items():
         (made,) = build_optimizers(make_workload(optimizer=optimizer), model, 0.1)
         assert [len(group["params"]) for group in made.param_groups] == sizes
 
