@@ -104,20 +104,9 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
         trainer.accumulate_grad_batches = self.plan.accumulation_steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Tell the plan, and let a resumed epoch begin with a whole step.
-
-        A checkpoint of another plan has counted micro-batches of another size.
-        """
-        if self.plan is None:
-            return
-        rank_zero_info(str(self.plan))
-        loop = trainer.fit_loop.epoch_loop
-        read = loop.batch_progress.current
-        steps = loop.automatic_optimization.optim_progress.optimizer.step.current.completed
-        behind = steps * self.plan.accumulation_steps - read.ready
-        if loop.restarting and not loop.batch_progress.is_last_batch and behind:
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(read, name, getattr(read, name) + behind)
+        """Tell the plan."""
+        if self.plan is not None:
+            rank_zero_info(str(self.plan))
 
 
 def workload(module: Any, loader: DataLoader[Any]) -> Workload:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,46 +178,3 @@ def test_the_hooks_around_the_transfer_run_as_in_fit() -> None:
         seen.clear()
         fitted(classifier(training_step=training_step, **doubled), data, epochs=0)
         assert seen == {factor}
-
-
-def counting() -> Any:
-    """Build a classifier that lists the samples of each optimizer step."""
-
-    def training_step(self: Any, batch: Any, number: int) -> Any:
-        self.steps[-1] += len(batch[0])
-        return cross_entropy(self.network(batch[0]), batch[1])
-
-    def optimizer_step(self: Any, *args: Any, **more: Any) -> None:
-        super(type(self), self).optimizer_step(*args, **more)
-        self.steps.append(0)
-
-    module = classifier(training_step=training_step, optimizer_step=optimizer_step)
-    module.steps = [0]
-    return module
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "step"), [(20, 5, 1), (20, 5, 3), (5, 20, 1), (5, 5, 3), (5, 10, 2)]
-)
-def test_a_fit_resumed_with_another_micro_batch_takes_whole_steps(
-    tmp_path: Path, before: int, after: int, step: int
-) -> None:
-    """Four steps of 20 samples in two epochs, saved after a step in the middle or at the end of one."""
-    callback = installed("lightning").pytorch.callbacks.ModelCheckpoint(
-        tmp_path, save_top_k=-1, every_n_train_steps=step
-    )
-    steps = []
-    for micro_batch, saved in (
-        (before, None),
-        (after, tmp_path / f"epoch={(step - 1) // 2}-step={step}.ckpt"),
-    ):
-        finder = autobatch.integrations.lightning.AutobatchFinder(
-            target_batch=20, max_micro_batch=micro_batch
-        )
-        module = counting()
-        trainer = lit.Quiet(max_epochs=2, enable_checkpointing=True, callbacks=[callback, finder])
-        trainer.fit(module, DataLoader(points()), ckpt_path=saved and str(saved), weights_only=False)
-        assert trainer.global_step == 4
-        steps.append(module.steps)
-    assert steps[0] == [20, 20, 20, 20, 0]
-    assert steps[1] == [20] * len(steps[1][:-1]) + [0]

@@ -6,7 +6,6 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch import InputError, Loss, NonFiniteError, WholeBatchLoss
+from autobatch import InputError, NonFiniteError, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.custom_loops import (
     EXACT,
@@ -32,7 +31,6 @@ from tests.support.custom_loops import (
 )
 from tests.support.ragged import ragged_split, ragged_workload
 from tests.support.training import (
-    Rows,
     apart,
     make_loop,
     make_workload,
@@ -60,30 +58,14 @@ def test_steps_equal_those_of_whole_batches(kind: str, limit: int, clip: float |
     assert own == pytest.approx(losses, rel=EXACT)
 
 
-def test_terms_need_their_counts() -> None:
-    workload = KINDS["terms"][0]
-    for counts, message in (
-        (None, r"counts=lambda batch: \{'boxes': …, 'classes': …\}"),
-        (lambda _: {"boxes": 1}, "counts=… counts boxes"),
-    ):
-        with pytest.raises(InputError, match=message):
-            train_in_own_loop(replace(workload, counts=counts), small_plan(), steps=1)
-
-
-DATA: dict[str, Callable[[], Any]] = {
-    "with an index": lambda: torch.arange(23),
-    "stream": lambda: Stream(23),
-}
-
-
-@pytest.mark.parametrize("kind", DATA)
-def test_a_run_resumes_at_any_batch_and_is_iterated_once(kind: str) -> None:
+@pytest.mark.parametrize("data", [torch.arange(23), Stream(23)], ids=["with an index", "stream"])
+def test_a_run_resumes_at_any_batch(data: Any) -> None:
     plan = small_plan(10, 4)
-    full = ids_by_batch(DATA[kind](), plan, steps=6, seed=5)
+    full = ids_by_batch(data, plan, steps=6, seed=5)
     assert [len(ids) for ids in full] == [10] * 6
-    if kind == "stream":
+    if isinstance(data, Stream):
         assert [index for ids in full for index in ids] == [*range(23), *range(23), *range(14)]
-    assert ids_by_batch(DATA[kind](), plan, steps=6, start=2, seed=5) == full[2:]
+    assert ids_by_batch(data, plan, steps=6, start=2, seed=5) == full[2:]
 
 
 def test_batches_are_iterated_once() -> None:
@@ -153,23 +135,8 @@ def test_a_loss_scale_changes_nothing_and_an_overflow_skips_the_step(overflows: 
     assert float(off.norm()) < 1e-5 * float((expected - before).norm())
 
 
-def test_16_bit_gradients_of_two_losses_are_summed_apart() -> None:
-    """1024 times 1/1024 is 1, but 0.25 if bf16 adds up in bf16. Each loss reaches both parameters."""
-    both = [nn.Parameter(torch.zeros((), dtype=torch.bfloat16)) for _ in range(2)]
-    workload = make_workload(train_data=Rows(torch.ones(1024)))
-    optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in both]
-    of_each = [autobatch.batches(workload, small_plan(1024, 1), optimizer=one) for one in optimizers]
-    for pair in zip(*of_each, strict=True):
-        for factor, batch in enumerate(pair, 1):
-            for micro in batch:
-                batch.backward((sum(both) * factor * micro.data[0].bfloat16()).mean())
-            assert batch.step().stepped == (True,)
-    assert [parameter.item() for parameter in both] == [-1.0, -2.0]
-
-
-@pytest.mark.parametrize("kind", ["mean", "terms"])
-def test_a_micro_batch_is_held_by_the_variables_of_the_loop_alone(kind: str) -> None:
-    workload = KINDS[kind][0]
+def test_a_micro_batch_is_held_by_the_variables_of_the_loop_alone() -> None:
+    workload = KINDS["terms"][0]
     model = workload.model()
     for batch in autobatch.batches(workload, PLAN, optimizer=sgd(model)):
         for micro in batch:
@@ -203,31 +170,10 @@ def test_a_step_before_the_end_is_refused() -> None:
         batch.step()
     with pytest.raises(InputError, match=r"asked for again.*zip"):
         iter(batch)
-
-
-def test_a_batch_without_a_step_does_not_leak_into_the_next() -> None:
-    model = network()
-    batches = iter(autobatch.batches(make_workload(), small_plan(8), optimizer=sgd(model), steps=2))
-    batch = next(batches)
-    for micro in batch:
-        batch.backward(mean_loss(model, micro.data))
+    batches = iter(autobatch.batches(make_workload(), small_plan(8), optimizer=sgd(model)))
+    assert next(iter(next(batches))).samples == 4
     with pytest.raises(InputError, match="batch 0: no step was taken"):
         next(batches)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda loss: loss.expand(3), r"a tensor of shape \(3,\)"),
-        (lambda loss: loss.item(), "found a float"),
-        (lambda loss: Loss(loss.expand(3), 3), "total of its Loss"),
-        (lambda loss: loss.detach(), "no gradient"),
-    ],
-)
-def test_a_value_that_is_not_a_loss_is_refused(change: Any, message: str) -> None:
-    workload = make_workload(loss=lambda model, batch: change(mean_loss(model, batch)))
-    with pytest.raises(InputError, match=message):
-        train_in_own_loop(workload, PLAN)
 
 
 def test_a_disabled_scaler_lets_no_overflow_through() -> None:
@@ -277,12 +223,11 @@ def test_sharpness_aware_minimization_takes_two_steps() -> None:
     assert apart(weights(model), weights(whole)) <= EXACT
 
 
-@pytest.mark.parametrize(("limit", "clip"), [(1, 0.01), (4, None)])
-def test_two_batches_are_the_two_steps_of_a_gan(limit: int, clip: float | None) -> None:
+def test_two_batches_are_the_two_steps_of_a_gan() -> None:
     order = list(range(SAMPLES)) * 2
     whole = [order[at : at + 10] for at in range(0, 48, 10)]
-    found = train_gan(small_plan(10, limit), gan_data(), range(SAMPLES), clip=clip)
-    assert apart(found, train_gan_on_whole_batches(whole, clip=clip)) <= EXACT
+    found = train_gan(small_plan(10, 4), gan_data(), range(SAMPLES), clip=0.01)
+    assert apart(found, train_gan_on_whole_batches(whole, clip=0.01)) <= EXACT
 
 
 # batches cut by size

@@ -149,24 +149,3 @@ def test_a_loader_of_a_fixed_size_is_refused(tmp_path: Path) -> None:
         InputError, match=r"loader of 3 samples, after per_device_train_batch_size was set to 6"
     ):
         transformers.plan(a_trainer(tmp_path, kind=Fixed), target_batch=24, max_micro_batch=6)
-
-
-@pytest.mark.program
-def test_a_run_resumed_with_another_micro_batch_takes_whole_steps(tmp_path: Path) -> None:
-    """Steps 2 and 3 have the samples that they have without a stop, in micro-batches of 4 in place of 8."""
-
-    class Noting(installed("transformers").Trainer):  # type: ignore[misc]
-        def training_step(self, model: Any, inputs: Any, *more: Any) -> Any:
-            steps.setdefault(self.state.global_step, []).extend(inputs["labels"].sum(dim=1).tolist())
-            return super().training_step(model, inputs, *more)
-
-    runs = []
-    for micro_batch, resumed in ((8, None), (4, str(tmp_path / "checkpoint-1"))):
-        steps: dict[int, list[int]] = {}
-        trainer = a_trainer(tmp_path, kind=Noting, max_steps=3, save_strategy="steps", save_steps=1)
-        trainer.data_collator = lambda rows: pad([{"input_ids": row["input_ids"][:3]} for row in rows])
-        transformers.plan(trainer, target_batch=16, max_micro_batch=micro_batch)
-        trainer.train(resume_from_checkpoint=resumed)
-        runs.append(steps)
-    assert [len(samples) for samples in runs[0].values()] == [16, 16, 8]
-    assert runs[1] == {step: runs[0][step] for step in (1, 2)}
