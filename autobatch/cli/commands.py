@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.resources import files
 from inspect import getdoc
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any
 import msgspec
 
 from autobatch.cli.output import write_json, write_line
-from autobatch.cli.parser import HELP_WORDS, Takes, read_words
+from autobatch.cli.parser import HELP_WORDS, read_words
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
+from autobatch.core.options import all_fields
 from autobatch.core.records import SCHEMA
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.units import format_bytes
@@ -45,7 +47,7 @@ def run_command(name: str, words: list[str]) -> int:
     commands = {"init": init, "profiles": profiles, "compare": compare, "doctor": doctor}
     if not HELP_WORDS.isdisjoint(words):
         return write_line(getdoc(commands[name]) or "")
-    switches, others = read_words(name, words, {"--json": Takes(""), "--verbose": Takes("")})
+    switches, others = read_words(name, words, [all_fields()["json"], all_fields()["verbose"]])
     content, text = commands[name](others)
     return write_json(content) if switches.get("--json") else write_line(printable_lines(text))
 
@@ -157,11 +159,15 @@ def doctor(words: list[str]) -> Answer:
         missing.append("NVML: the processes that hold memory of a GPU are unknown")
     else:
         nvml["gpus"] = msgspec.to_builtins(shown)
+    installed = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
     findings = {
         "host": {"name": cpu_name(), **host_memory()._asdict(), "cores": os.cpu_count()},
         "cuda": {"available": has_cuda, "built_for": built_for, "gpus": visible_gpus()},
         "nvml": nvml,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **installed},
         "home": str(data_home(os.environ)),
         "missing": missing,
     }
@@ -177,10 +183,3 @@ def _outline(found: Mapping[str, Any], indent: str = "") -> Iterator[str]:
                 yield from (label, *_outline(item, f"{indent}  "))
             elif item is not None:
                 yield f"{label:<14} {format_bytes(item) if name.endswith('_bytes') else item}"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from autobatch.cli.output import (
@@ -33,6 +32,8 @@ from autobatch.core.text import printable_lines, quoted
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
+    from io import TextIOWrapper
+
     from autobatch.api.run import Run
     from autobatch.core.options import Options
     from autobatch.distributed.ranks import Ranks
@@ -81,11 +82,9 @@ COMMON_CODES = (2, 3, 130, 143)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the parent process
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
         # A character that the terminal cannot show must not end a run.
-        getattr(sys, name).reconfigure(errors="replace")
+        cast("TextIOWrapper", stream).reconfigure(errors="replace")
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     try:
         sys.stdout.flush()

@@ -55,30 +55,25 @@ class SafeStream:
 
 
 @contextlib.contextmanager
-def reserve_stdout() -> Iterator[None]:
-    """Redirect standard output to standard error within the block, also for C code and child processes."""
-    sys.stdout.flush()
-    try:
-        number = sys.stdout.fileno()
-    except (OSError, ValueError):  # captured output has no descriptor
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-        return
-    copy = os.dup(number)
-    os.dup2(sys.stderr.fileno(), number)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(copy, number)
-        os.close(copy)
-
-
-@contextlib.contextmanager
 def output_of_run(*, as_json: bool) -> Iterator[SafeStream]:
-    """Give a run a stream for what people read: standard error if standard output is for one JSON object."""
-    with reserve_stdout() if as_json else contextlib.nullcontext():
-        yield SafeStream(sys.stderr if as_json else sys.stdout)
+    """Yield the stream for what people read.
+
+    If standard output is for one JSON object, all else goes to standard error within the block, also what C
+    code and child processes write.
+    """
+    if not as_json:
+        yield SafeStream(sys.stdout)
+        return
+    sys.stdout.flush()
+    with contextlib.ExitStack() as restored:
+        with contextlib.suppress(OSError, ValueError):  # captured output has no descriptor
+            number = sys.stdout.fileno()
+            copy = os.dup(number)
+            restored.callback(os.close, copy)
+            restored.callback(os.dup2, copy, number)
+            os.dup2(sys.stderr.fileno(), number)
+        restored.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield SafeStream(sys.stderr)
 
 
 def print_error(line: str) -> None:

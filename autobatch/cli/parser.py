@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,29 +47,17 @@ class Given(NamedTuple):
     """Name of the option in its source: ``--steps``, ``AUTOBATCH_STEPS``, ``steps in autobatch.toml``."""
 
 
-class Takes(NamedTuple):
-    """Values of an option on the command line."""
-
-    expected: str
-    """Its value in words; empty for a switch."""
-    is_list: bool = False
-    """True if it may be repeated."""
-    is_many: bool = False
-    """True if it takes all words up to the next option."""
-
-
 def parse(name: str, words: Sequence[str]) -> tuple[str | None, Options]:
     """Return the workload and the options of a command.
 
     Raises:
         InputError: a word or a value is wrong; the message is one line.
     """
-    takes = {spelled(field.name): taken(field) for field in fields_of(name).values()}
-    values, places = read_words(name, words, takes)
+    values, places = read_words(name, words, fields_of(name).values())
     if len(places) > 1:
         shown = " and ".join(map(quoted, places[:2]))
         raise InputError(f"give one WORKLOAD, found {shown}; see autobatch {name} --help")
-    return options_of(name, values | dict.fromkeys(["WORKLOAD"][: len(places)], *places))
+    return options_of(name, values | ({"WORKLOAD": places[0]} if places else {}))
 
 
 def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Options]:
@@ -102,56 +90,51 @@ def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Optio
 
 
 def read_words(
-    command: str, words: Sequence[str], options: Mapping[str, Takes]
+    command: str, words: Sequence[str], fields: Iterable[Option]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the options among the words of a command, and the other words.
+    """Return the values of the options among the words of a command, as text, and the other words.
 
     Args:
         command: the command.
         words: its words; after ``--`` there are no options.
-        options: what each option takes, by its name with dashes. A switch has a ``--no-`` form, too.
+        fields: its options. A switch has a ``--no-`` form, too.
 
     Raises:
         InputError: an option is unknown or lacks its value.
     """
+    options = {spelled(field.name): field for field in fields}
+    negated = {f"--no-{option[2:]}": option for option, field in options.items() if field.is_switch}
     values: dict[str, Any] = {}
     others: list[str] = []
     left = list(words)
     while left:
         word = left.pop(0)
+        option, has_value, value = word.partition("=")
         if word == "--":
             return values, [*others, *left]
-        option, has_value, value = word.partition("=")
-        if not word.startswith("-") or word == "-":
+        if _is_value(word):
             others.append(word)
             continue
-        negated = option.replace("--no-", "--", 1)
-        takes = options.get(option) or options.get(negated, Takes("unknown"))
-        if takes.expected and option not in options:
+        field = options.get(negated.get(option, option))
+        if field is None:
             raise InputError(unknown_option(option, options, command=command))
-        if not takes.expected:
+        if field.is_switch:
             if has_value:
                 raise InputError(f"{option} takes no value")
-            values[option if option in options else negated] = option in options
+            values[spelled(field.name)] = option not in negated
             continue
         found = [value] if has_value else []
-        while left and not has_value and (takes.is_many or not found) and _is_value(left[0]):
+        takes_all = field.is_list and not field.choices
+        while left and not has_value and (takes_all or not found) and _is_value(left[0]):
             found.append(left.pop(0))
         if not found:
-            raise InputError(f"{option} has no value: give {takes.expected}")
-        values[option] = [*values.get(option, []), *found] if takes.is_list else found[0]
+            raise InputError(f"{option} has no value: give {field.expected}")
+        values[option] = [*values.get(option, []), *found] if field.is_list else found[0]
     return values, others
 
 
 def _is_value(word: str) -> bool:
     return word == "-" or not word.startswith("-")
-
-
-def taken(field: Option) -> Takes:
-    """Return what an option takes on the command line."""
-    return Takes(
-        "" if field.is_switch else field.expected, field.is_list, field.is_list and not field.choices
-    )
 
 
 def spelled(option: str) -> str:

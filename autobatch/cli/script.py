@@ -10,7 +10,9 @@ import time
 from collections.abc import Mapping
 from inspect import getdoc
 from pathlib import Path
-from typing import NoReturn, TextIO, cast
+from typing import Annotated, NoReturn, TextIO, cast
+
+from msgspec import Meta
 
 from autobatch.cli.output import (
     PARTS,
@@ -20,9 +22,9 @@ from autobatch.cli.output import (
     write_json,
     write_line,
 )
-from autobatch.cli.parser import HELP_WORDS, Takes, option_lines, options_of, read_words, spelled, taken
+from autobatch.cli.parser import HELP_WORDS, option_lines, options_of, read_words, spelled
 from autobatch.core.errors import InputError
-from autobatch.core.options import fields_of
+from autobatch.core.options import Option, fields_of
 from autobatch.core.progress import Broadcast
 from autobatch.core.text import quoted
 
@@ -42,13 +44,18 @@ step, or {total_steps} of those of all ranks. plan prints the command, filled in
 fit becomes it.
 
 OPTIONS
-  --seconds S              Time for three optimizer steps of a run. (default: 300)
 
   autobatch probe -- python train.py --batch_size={}
   autobatch fit --target-batch 480 -- python train.py --batch_size={} --accumulate={steps}"""
-COUNT = Takes("a whole number of 1 or more")
-LONGEST = 10**9
-"""Most steps or seconds of a recording; a timer takes no more."""
+Count = Annotated[int, Meta(ge=1, le=10**9, description="a whole number of 1 or more")]
+"""Steps or seconds; a timer takes no more."""
+SECONDS = Option("", "Time for three optimizer steps of a run.", "S", name="seconds", type=Count, default=300)
+RECORDING = (
+    Option("", "The snapshot; other ranks write beside it. (required)", "FILE", name="out", type=str),
+    Option("", "Write it after N steps of an optimizer.", name="steps", type=Count),
+    Option("", "Write it after this time.", "S", name="seconds", type=Count),
+)
+"""Options of ``record``."""
 
 
 def run_script(name: str, words: list[str]) -> int:
@@ -60,27 +67,22 @@ def run_script(name: str, words: list[str]) -> int:
     """
     at = words.index("--")
     own, command = words[:at], words[at + 1 :]
-    fields = [fields_of("plan")[option] for option in OPTIONS]
+    fields = [*(fields_of("plan")[option] for option in OPTIONS), SECONDS]
     if not HELP_WORDS.isdisjoint(own):
         return write_line(HELP.replace("OPTIONS", "\n".join(option_lines(fields))))
-    takes = {spelled(field.name): taken(field) for field in fields} | {"--seconds": COUNT}
-    given, places = read_words(f"{name} -- COMMAND", own, takes)
-    if places:
-        raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(places[0])}")
-    seconds = whole_number("--seconds", given.pop("--seconds", "300"))
+    given, others = read_words(f"{name} -- COMMAND", own, fields)
+    if others:
+        raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(others[0])}")
+    seconds = SECONDS.convert(given.pop("--seconds", SECONDS.default), "--seconds")
     _, options = options_of(name, given)
-    plans = name != "probe"
-    for is_missing, place, example in (
-        (not any("{}" in word for word in command), "{} for the size of a micro-batch", "--batch_size={}"),
-        (
-            plans and not any("steps}" in word for word in command),
-            "{steps} for the micro-batches of a step",
-            "--gradient_accumulation_steps={steps}",
-        ),
-    ):
-        if is_missing:
+    places = {"{}": ("the size of a micro-batch", "--batch_size={}")}
+    if name != "probe":
+        places["steps}"] = ("the micro-batches of a step, {steps}", "--gradient_accumulation_steps={steps}")
+    for place, (meaning, example) in places.items():
+        if not any(place in word for word in command):
             raise InputError(
-                f"no word of the command has a {place}: {shlex.join(command)}. Write for example {example}"
+                f"no word of the command has a place for {meaning}: {shlex.join(command)}. Write for example "
+                f"{example}"
             )
     if options.json and name == "fit":
         raise InputError("fit runs the command, whose standard output is its own: use plan --json")
@@ -109,7 +111,7 @@ def run_script(name: str, words: list[str]) -> int:
         runner = Runner(command, device, seconds, log, _echo if options.verbose else None, progress)
         result = find_limit(runner, options, home=home)
         progress.note("this holds for the first steps: longer samples, evaluation and saving come later")
-        if plans:
+        if name != "probe":
             progress.note(
                 "not known here: for the gradient of the whole batch, the command must divide its loss by "
                 "the number of micro-batches, and the loss must be a mean over samples"
@@ -136,33 +138,32 @@ def record(words: list[str]) -> int:
 
     usage: autobatch record --out FILE [--steps N] [--seconds S] -- COMMAND
 
-    Two sizes tell what would fit: autobatch estimate --snapshot N=FILE
+    OPTIONS
 
-      --out FILE     The snapshot; other ranks write beside it. (required)
-      --steps N      Write it after N steps of an optimizer.
-      --seconds S    Write it after this time.
-
-    Without them it is written when the command ends, also by Ctrl-C, and in any case
-    when memory runs out. The command goes on then. It keeps its terminal and exit code.
+    Without --steps and --seconds it is written when the command ends, also by Ctrl-C, and
+    in any case when memory runs out. The command goes on then. It keeps its terminal and
+    exit code. Two sizes tell what would fit: autobatch estimate --snapshot N=FILE
 
       autobatch record --out b8.pickle --steps 3 -- python train.py --batch_size=8
     """
     at = words.index("--") if "--" in words else len(words)
     own, command = words[:at], words[at + 1 :]
     if not HELP_WORDS.isdisjoint(own):
-        return write_line(getdoc(record) or "")
-    given, others = read_words(
-        "record", own, {"--out": Takes("a file"), "--steps": COUNT, "--seconds": COUNT}
-    )
+        return write_line((getdoc(record) or "").replace("OPTIONS", "\n".join(option_lines(RECORDING))))
+    given, others = read_words("record", own, RECORDING)
     if others or not command or "--out" not in given:
         raise InputError(
             "record takes --out FILE, and a command after --, as in autobatch record --out b8.pickle -- "
             f"python train.py; found {shlex.join(words) or 'neither'}"
         )
-    out = Path(given.pop("--out")).absolute()
+    out = Path(given["--out"]).absolute()
     if not out.parent.is_dir():
         raise InputError(f"{out} cannot be written: there is no folder {out.parent}")
-    limits = {option.lstrip("-"): whole_number(option, text) for option, text in given.items()}
+    limits = {
+        field.name: field.convert(given[option], option)
+        for field in RECORDING[1:]
+        if (option := spelled(field.name)) in given
+    }
     from autobatch.integrations.record import recorded
 
     sys.stderr.write("autobatch: a process that uses a GPU says here when it has written its memory\n")
@@ -181,14 +182,3 @@ def become(words: list[str], environ: Mapping[str, str]) -> NoReturn:
         os.execvpe(words[0], words, environ)
     except OSError as error:
         raise InputError(f"{words[0]} cannot be started: {error.strerror or error}") from error
-
-
-def whole_number(option: str, text: str) -> int:
-    """Return the whole number of an option.
-
-    Raises:
-        InputError: it is no whole number of 1 or more.
-    """
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= LONGEST):
-        raise InputError(f"{option} must be {COUNT.expected}, found {quoted(text)}")
-    return int(text)
