@@ -17,7 +17,6 @@ import torch
 from autobatch.cli import main as cli
 from autobatch.core.options import fields_of
 from autobatch.core.units import GiB
-from tests.support.planted import PLANTED
 from tests.support.sample_run import a_device, a_run
 
 Said = Callable[..., str]
@@ -59,18 +58,6 @@ def test_profiles_are_listed_with_their_memory_and_shown_as_toml_or_json(said: S
     assert line.split()[2:] == ["GiB", "7.5", "NVIDIA", "T4"]
     assert 'name = "t4"' in said("profiles", "show", "t4")
     assert json.loads(said("profiles", "show", "t4", "--json"))["name"] == "t4"
-
-
-def test_planted_texts_of_a_profile_are_shown_harmlessly(tmp_path: Path, said: Said) -> None:
-    text = json.dumps(PLANTED).replace("\\u001b", "\\u001B")
-    figure = f'value = 8\nunit = "B"\nsource = {text}\ndate = "2026-11-21"\nmeasured = false\n'
-    head = f'schema = 1\nname = "p"\ntitle = {text}\nvendor = {text}\ncompute_capability = "8.0"\n'
-    (tmp_path / "p.toml").write_text(f"{head}[total]\n{figure}")
-    for words in (["show", str(tmp_path / "p.toml")], ["show", str(tmp_path / "p.toml"), "--json"]):
-        out = said("profiles", *words)
-        assert "alert(1)" in out
-        assert all(line.isprintable() for line in out.rstrip("\n").split("\n"))
-    assert json.loads(out)["title"] == PLANTED
 
 
 def a_folder(path: Path, **changes: Any) -> Path:

@@ -1,6 +1,9 @@
 """A sample run with every part that a report can have."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 from autobatch import Probe, StepRecord, Training
 from autobatch.core.records import (
@@ -18,28 +21,9 @@ from autobatch.core.records import (
 from autobatch.core.units import GiB, MiB
 from autobatch.planning import make_plan
 
-FIXED, EACH = 1200 * MiB, 51 * MiB
 
-
-def needs(micro_batch):
-    return FIXED + EACH * micro_batch
-
-
-def an_attempt(micro_batch, budget):
-    fits = needs(micro_batch) <= budget
-    return Attempt(
-        micro_batch=micro_batch,
-        fits=fits,
-        peak_allocated_bytes=int(needs(micro_batch) * 0.94) if fits else None,
-        peak_reserved_bytes=needs(micro_batch) if fits else None,
-        seconds=0.2 + micro_batch / 400,
-        reason=None if fits else "CUDA out of memory. Tried to allocate 512.00 MiB",
-        phase=None if fits else "backward",
-    )
-
-
-def a_device(**changes):
-    fields = {
+def a_device(**changes: Any) -> DeviceRecord:
+    fields: dict[str, Any] = {
         "kind": "cuda",
         "name": "NVIDIA GeForce RTX 4090",
         "total_bytes": 24201 * MiB,
@@ -55,20 +39,33 @@ def a_device(**changes):
     return DeviceRecord(**(fields | changes))
 
 
-def a_probe(budget=6 * GiB):
-    sizes = [1, 8, 64, 93, 94, 97]
+def an_attempt(size: int, *, fits: bool) -> Attempt:
+    needs = (1200 + 51 * size) * MiB
+    return Attempt(
+        micro_batch=size,
+        fits=fits,
+        peak_allocated_bytes=int(needs * 0.94) if fits else None,
+        peak_reserved_bytes=needs if fits else None,
+        seconds=0.2 + size / 400,
+        reason=None if fits else "CUDA out of memory. Tried to allocate 512.00 MiB",
+        phase=None if fits else "backward",
+    )
+
+
+def a_probe() -> Probe:
     return Probe(
         micro_batch=93,
         limited_by="memory",
         upper_bound_by="run",
         predicted_micro_batch=97,
         oom_count=2,
-        attempts=[an_attempt(size, needs(93)) for size in sizes],
+        attempts=[an_attempt(size, fits=size <= 93) for size in (1, 8, 64, 93, 94, 97)],
     )
 
 
-def a_step(step, **changes):
-    fields = {
+def a_step(step: int, **changes: Any) -> StepRecord:
+    seconds = 0.56 + 0.02 * math.sin(step / 3) + (0.4 if step == 41 else 0.0)
+    fields: dict[str, Any] = {
         "step": step,
         "applied": True,
         "samples": 1024 * step,
@@ -78,21 +75,20 @@ def a_step(step, **changes):
         "grad_norm": 1.5,
         "micro_batch": 86 if step < 41 else 64,
         "accumulation_steps": 12 if step < 41 else 16,
-        "seconds": 0.56 + 0.02 * math.sin(step / 3) + (0.4 if step == 41 else 0.0),
+        "seconds": seconds,
         "peak_allocated_bytes": 5 * GiB,
         "peak_reserved_bytes": 5 * GiB,
-        "samples_per_s": 1024 / (0.56 + 0.02 * math.sin(step / 3) + (0.4 if step == 41 else 0.0)),
+        "samples_per_s": 1024 / seconds,
         "oom_recoveries": int(step >= 41),
         "recovered": "CUDA out of memory. Tried to allocate 96.00 MiB" if step == 41 else None,
     }
     return StepRecord(**(fields | changes))
 
 
-def a_memory_curve():
-    positions = [float(at) for at in range(121)]
-    forward = [max(0.0, min(at, 60) - max(0, at - 60)) / 60 for at in range(121)]
+def a_memory_curve() -> MemoryCurve:
+    forward = [min(at, 120 - at) / 60 for at in range(121)]
     return MemoryCurve(
-        positions=positions,
+        positions=[float(at) for at in range(121)],
         categories={
             "parameters": [400 * MiB] * 121,
             "optimizer state": [800 * MiB] * 121,
@@ -108,45 +104,25 @@ def a_memory_curve():
     )
 
 
-def some_trials():
+def some_rates() -> LrTuning:
+    losses = {3e-4: 1.31, 4.8e-3: None, 9e-4: 1.1}
+    tried = enumerate(losses.items())
+    return LrTuning(
+        trials=3, steps=40, default=3e-4, best=9e-4, default_loss=1.31, best_loss=1.1, study="rates",
+        history=[LrTrial(number=number, learning_rate=rate, loss=loss) for number, (rate, loss) in tried],
+    )  # fmt: skip
+
+
+def a_run(**changes: Any) -> RunRecord:
+    speeds = [1500.0 + 90 * math.log1p(at) for at in range(12)]
     trials = [
         Trial(
-            number=at,
-            samples_per_s=1500 + 90 * math.log1p(at) * (1 if at % 3 else 0.4),
-            relative=(1500 + 90 * math.log1p(at) * (1 if at % 3 else 0.4)) / 1500,
-            is_faster=at in (1, 5),
+            number=at, samples_per_s=speed, relative=speed / 1500, is_faster=at in (1, 5),
             parameters={"compile": at % 2 == 0, "workers": at % 4, "channels_last": at % 5 == 0},
         )
-        for at in range(12)
-    ]
-    refused = Trial(number=12, note="over the budget by 4 %")
-    return [*trials, refused]
-
-
-def some_rates():
-    losses = {3e-4: 1.31, 1.2e-3: 1.12, 7.5e-5: 1.9, 4.8e-3: None, 1.9e-5: 2.2, 9e-4: 1.1}
-    return LrTuning(
-        trials=6,
-        steps=40,
-        default=3e-4,
-        best=9e-4,
-        default_loss=1.31,
-        best_loss=1.1,
-        study="resnet-18-4f1c-learning-rate",
-        history=[
-            LrTrial(
-                number=number,
-                learning_rate=rate,
-                loss=loss,
-                note=None if loss else "its loss or gradient is not finite",
-            )
-            for number, (rate, loss) in enumerate(losses.items())
-        ],
-    )
-
-
-def a_run(**changes):
-    fields = {
+        for at, speed in enumerate(speeds)
+    ]  # fmt: skip
+    fields: dict[str, Any] = {
         "device": a_device(),
         "probe": a_probe(),
         "plan": make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=3e-4, precision="bf16"),
@@ -160,7 +136,7 @@ def a_run(**changes):
             high=1.2,
             offers=["bf16 is at least 1.80 × faster here: add --precision bf16"],
             study="resnet-18-4f1c",
-            history=some_trials(),
+            history=[*trials, Trial(number=12, note="over the budget by 4 %")],
             seconds=12.5,
             learning_rate=some_rates(),
         ),
@@ -188,8 +164,8 @@ def a_run(**changes):
     return RunRecord(**(fields | changes))
 
 
-def an_estimate(**changes):
-    known = {
+def an_estimate(**changes: Any) -> Estimate:
+    known: dict[str, Any] = {
         "profile": "rtx-4090", "budget_bytes": 22 * GiB, "budget_source": "", "precision": "bf16",
         "micro_batch": 90, "micro_batch_low": 86, "micro_batch_high": 93, "fits": True,
         "peak_allocated_bytes": 20 * GiB, "peak_reserved_bytes": 21 * GiB, "seconds": 0.1,
