@@ -49,11 +49,11 @@ OPTIONS
   autobatch fit --target-batch 480 -- python train.py --batch_size={} --accumulate={steps}"""
 Count = Annotated[int, Meta(ge=1, le=10**9, description="a whole number of 1 or more")]
 """Steps or seconds; a timer takes no more."""
-SECONDS = Option("", "Time for three optimizer steps of a run.", "S", name="seconds", type=Count, default=300)
+SECONDS = Option("Time for three optimizer steps of a run.", "S", name="seconds", type=Count, default=300)
 RECORDING = (
-    Option("", "The snapshot; other ranks write beside it. (required)", "FILE", name="out", type=str),
-    Option("", "Write it after N steps of an optimizer.", name="steps", type=Count),
-    Option("", "Write it after this time.", "S", name="seconds", type=Count),
+    Option("The snapshot; other ranks write beside it. (required)", "FILE", name="out", type=str),
+    Option("Write it after N steps of an optimizer.", name="steps", type=Count),
+    Option("Write it after this time.", "S", name="seconds", type=Count),
 )
 """Options of ``record``."""
 
