@@ -18,7 +18,7 @@ from autobatch.training import checkpoint
 from autobatch.training.checkpoint import begin_after, list_checkpoints
 from autobatch.training.run import train
 from tests.support.checkpoints import Killed, SystemCalls, is_valid, leftovers, newest, save
-from tests.support.runs import HINT, STEPS, open_loop, resume, saved_steps, settings
+from tests.support.runs import HINT, open_loop, resume, saved_steps, settings
 from tests.support.training import fingerprint, make_workload
 
 
@@ -112,35 +112,24 @@ def test_a_kill_between_any_two_calls_leaves_the_newest_checkpoint_valid(
         shutil.rmtree(folder)
 
 
-def out_of_memory() -> Exception:
-    return RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
-
-
 @pytest.mark.parametrize("times", [1, 99])
 def test_memory_that_runs_out_while_a_checkpoint_is_written_ends_the_run(
     tmp_path: Path, monkeypatch, times: int
 ) -> None:
-    lose_memory(monkeypatch, tmp_path, after=2, errors=[out_of_memory() for _ in range(times)])
-    with pytest.raises(
-        DoesNotFitError, match=r"while the checkpoint of step 4 was .* earlier .* intact"
-    ) as caught:
+    write, errors = checkpoint._write_state, [1] * times
+
+    def fail(*given):
+        if (tmp_path / "checkpoints/step-00000002").exists() and errors:
+            errors.pop()
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint, "_write_state", fail)
+    with pytest.raises(DoesNotFitError, match=r"while the checkpoint of step 4 was .* earlier .* intact"):
         train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress(), None)
-    assert caught.value.exit_code == 3
     # The state of the step is intact, so that a second attempt may write it.
     assert saved_steps(tmp_path) == ([2, 4] if times == 1 else [2])
     assert not leftovers(tmp_path / "checkpoints")
-
-
-def lose_memory(monkeypatch, out: Path, *, after: int, errors: list[Exception]) -> None:
-    """Let the next attempts to write a checkpoint after that of a step raise these errors."""
-    write = checkpoint._write_state
-
-    def save(*given):
-        if (out / "checkpoints" / f"step-{after:08d}").exists() and errors:
-            raise errors.pop(0).with_traceback(None)
-        return write(*given)
-
-    monkeypatch.setattr(checkpoint, "_write_state", save)
 
 
 # Whole runs on a full disk.
@@ -159,45 +148,28 @@ class Large(nn.Module):
 
 
 class FullDisk(Progress):
-    """Progress that makes the system refuse files over 100 kB after some of the steps."""
+    """Progress after whose third step the system refuses files over 100 kB; it may send a signal, too."""
 
-    def __init__(self, steps: range) -> None:
-        self.steps = steps
-        self.notes: list[str] = []
+    def __init__(self, *, has_signal: bool) -> None:
+        self.has_signal = has_signal
         self.unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def stepped(self, step, of) -> None:
-        soft = 100_000 if step.step in self.steps else self.unlimited[0]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, self.unlimited[1]))
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.unlimited)
-
-
-def large_run(out: Path, disk: FullDisk, **changes):
-    fields = {"checkpoint_every": 1, "keep_last": STEPS, **changes}
-    with disk:
-        return train(open_loop(make_workload(model=Large)), settings(out, **fields), disk, None)
+        if step.step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, self.unlimited[1]))
+            if self.has_signal:
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("has_signal", [False, True])
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path, has_signal: bool) -> None:
     """With and without a signal. The run can be resumed from the last checkpoint before."""
-
-    class Struck(FullDisk):
-        def stepped(self, step, of) -> None:
-            super().stepped(step, of)
-            if step.step == 3 and has_signal:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(CheckpointError, match="step 3 could not be written") as caught:
-        large_run(tmp_path, Struck(range(3, STEPS + 1)))
+    disk = FullDisk(has_signal=has_signal)
+    try:
+        with pytest.raises(CheckpointError, match="step 3 could not be written") as caught:
+            train(open_loop(make_workload(model=Large)), settings(tmp_path, checkpoint_every=1), disk, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, disk.unlimited)
     assert HINT in caught.value.__notes__[0]
     loop, _ = resume(tmp_path, make_workload(model=Large))
     straight = open_loop(make_workload(model=Large))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 
 import autobatch
 from autobatch import FitResult, Loss, Plan, Progress, StepRecord, Workload
-from autobatch.training.checkpoint import list_checkpoints
 from autobatch.workload.rng import seed_everything
 from tests.support.ragged import Sequences, ragged_workload
 from tests.support.rank_server import RankServer
@@ -25,7 +22,6 @@ pytestmark = pytest.mark.distributed
 COMMON: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "trials": 0, "seed": 3}
 LARGE = 2**19
 """Elements of a buffer that no run copies at every step."""
-LONG_S = 24.0
 LONGEST = 48
 """Tokens of the longest sample."""
 
@@ -86,31 +82,6 @@ def end_of_skipped_step(out: str) -> str:
 def test_all_ranks_end_a_step_that_cannot_be_skipped_alike(server: RankServer, tmp_path: Path) -> None:
     ended = server.run(end_of_skipped_step, str(tmp_path / "run"), seconds=60)
     assert [rank.value for rank in ended] in (["NonFiniteError"] * 2, ["ended"] * 2), ended
-
-
-def stop_in_long_step(out: str) -> tuple[str, int]:
-    """Send SIGTERM to this rank in the third step, which takes rank 1 longer than 20 seconds."""
-    torch.set_num_threads(1)
-    listener, asked = Started(), []
-
-    def loss(model: Any, batch: Any) -> Tensor:
-        if listener.steps == 2 and not asked:
-            asked.append(os.kill(os.getpid(), signal.SIGTERM))
-            time.sleep(LONG_S * int(os.environ["RANK"]))
-        return mean_loss(model, batch)
-
-    try:
-        fit(make_workload(loss=loss), out, listener, target_batch=8, steps=6)
-    except autobatch.AutobatchError as error:
-        return type(error).__name__, error.exit_code
-    return "ended", 0
-
-
-@pytest.mark.program
-def test_a_long_step_ends_with_its_checkpoint_after_a_signal(server: RankServer, tmp_path: Path) -> None:
-    ended = server.run(stop_in_long_step, str(tmp_path), seconds=100)
-    assert [rank.value for rank in ended] == [("Interrupted", 143)] * 2, ended
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000003"]
 
 
 def validate_longest(out: str, options: dict[str, Any]) -> tuple[str, int]:
