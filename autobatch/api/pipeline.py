@@ -32,7 +32,7 @@ from autobatch.training.run import train_plan
 from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles
 from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
-from autobatch.workload.reference import WorkloadSource, find_workload, is_named_model, shared_model_notes
+from autobatch.workload.reference import WorkloadSource, find_workload, is_named_model
 from autobatch.workload.rng import preserved_generators
 
 
@@ -87,8 +87,6 @@ def _fit(run: Run) -> Result:
         inputs = (resume if run.options.resume else begin)(run)
     out = run.out
     assert out is not None
-    for line in shared_model_notes(inputs.setup.workload, inputs.setup.model):
-        run.progress.note(line)
     hint = resume_hint(run.command, out)
     files = RunFiles(out=out, options=run.options, resume_hint=hint, sinks=run.sinks)
     training, model = train_plan(inputs, files, progress=run.progress, ranks=ranks)

@@ -9,7 +9,6 @@ from autobatch.device.host import usable_cores
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.optimizers import stand_in_optimizers
-from autobatch.workload.feed import why_not_sent
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state
 
@@ -26,11 +25,9 @@ def look_at_workload(
     setup: Setup, micro_batch: int, planned_steps: int, workers: int | None
 ) -> TuningContext:
     """Return the facts that decide which knobs apply; ``workers`` is None if no number was asked for."""
-    workload, device = setup.workload, setup.device
+    device = setup.device
     cores = usable_cores()
-    loader: str | None = "the number of workers is given"
-    if workers is None:
-        loader = why_not_sent(workload, setup.worst_case.batch(1))
+    loader = None if workers is None else "the number of workers is given"
     others = device.native_precisions() if setup.precision == "fp32" else ()
     return TuningContext(
         precisions=(setup.precision, *(name for name in others if name != setup.precision)),

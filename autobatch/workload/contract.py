@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
 
 
-LONGEST_NAME = 255
-"""Bytes of the longest name that file systems allow for a folder."""
 Collated: TypeAlias = Any
 """The return value of the workload's collate function, for a list of samples."""
 SampleT_co = TypeVar("SampleT_co", covariant=True)
@@ -214,16 +213,12 @@ class Workload:
             raise InputError(f"Workload(learning_rate=…) must be a finite number over 0, found {rate!r}")
         if base is not None and not (isinstance(base, int) and _is_positive(base)):
             raise InputError(f"Workload(base_batch=…) must be 1 or more, or None, found {base!r}")
-        # A name is no path, is short, and has no characters that a terminal would obey.
-        is_plain = isinstance(self.name, str) and self.name.isprintable() and not set(self.name) & set("/\\")
-        if not is_plain or self.name in ("", ".", "..") or len(self.name.encode()) > LONGEST_NAME:
+        if not re.fullmatch(r"(?!\.+$)[^/\\\x00-\x1f]{1,99}", str(self.name)):
             raise InputError(f"Workload(name=…) must be text that can name a folder, found {self.name!r}")
 
     def _check_data(self, name: str, data: Any) -> None:
         found = f"Workload({name}=…) must be the data, found {kind_of(data)}"
-        # A loader around a loader, as timm's, would seem to be a stream of samples.
-        inner = None if hasattr(data, "__getitem__") else getattr(data, "loader", None)
-        if _is_loader(data) or _is_loader(inner):
+        if _is_loader(data):
             raise InputError(
                 f"{found}: write Workload.from_loader(loader, …), which takes its data, collate function, "
                 f"sampler and workers, or give {name}=loader.dataset"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import Collated, Workload, kind_of
+from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import mark_user_error, user_code
@@ -59,9 +59,6 @@ def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[An
         data: has ``__getitem__``; with ``__getitems__`` it reads many samples at once, as in torch's loader.
         ids: indices of the samples.
         name: of the data in that mark.
-
-    Raises:
-        InputError: ``__getitems__`` does not return one sample for each index.
     """
     index: int | None = None
     try:  # one block for all samples, because a block of its own costs as much as reading one
@@ -70,17 +67,10 @@ def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[An
             for index in ids:
                 samples.append(data[index])
             return samples
-        samples = data.__getitems__(list(ids))
+        return list(data.__getitems__(list(ids)))
     except (Exception, SystemExit) as error:
         mark_user_error(error, name if index is None else f"{name}[{index}]")
         raise
-    if not isinstance(samples, list | tuple) or len(samples) != len(ids):
-        raise InputError(
-            f"{name}.__getitems__ got {len(ids)} indices and returned {kind_of(samples)}, which looks like a "
-            "batch that is made already: return a list with one sample for each index, and make the batch "
-            "in Workload(collate=…)"
-        )
-    return list(samples)
 
 
 def shallow_copies(samples: Sequence[Any]) -> list[Any]:
@@ -91,15 +81,12 @@ def shallow_copies(samples: Sequence[Any]) -> list[Any]:
 def collate_samples(
     samples: list[Any],
     collate: Callable[[list[Any]], Collated] | None,
-    *,
-    option: str = "Workload(collate=…)",
 ) -> Collated:
     """Collate samples.
 
     Args:
         samples: as the data returned them.
         collate: the user's own function; None for torch's default.
-        option: how the user can give a collate function, for the message.
 
     Raises:
         InputError: the samples cannot be collated; the message has the shapes found.
@@ -119,7 +106,7 @@ def collate_samples(
         text = (str(error).splitlines() or [""])[0]
         raise InputError(
             f"the samples cannot be collated ({type(error).__name__}: {text}), found shapes "
-            f"{', '.join(shapes[:3])}: give {option}"
+            f"{', '.join(shapes[:3])}: give Workload(collate=…)"
         ) from error
 
 

@@ -7,15 +7,14 @@ https://doi.org/10.24432/C50P49, CC BY 4.0), every fifth of which is held out.
 from __future__ import annotations
 
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 from autobatch.workload.contract import Collated, Workload
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-    from torch.utils.data import Dataset
-
 
 MEMORY_BUDGET = {"cpu": "6MiB", "cuda": "160MiB", "sim": "32MiB"}
 """Small per device kind, so that the first run finds a limit and plans an accumulation."""
@@ -27,15 +26,13 @@ HELD_OUT = 5
 
 def workload() -> Workload:
     """Build the demo workload, as a user would write one."""
-    import torch
-
     training, held_out = digits()
     return Workload(
         name="digits",
         model=network,
         train_data=training,
         validation_data=held_out,
-        loss=loss,
+        loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
         metrics=accuracy,
         optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
         schedule=schedule,
@@ -44,26 +41,19 @@ def workload() -> Workload:
     )
 
 
-def digits() -> tuple[Dataset[Any], Dataset[Any]]:
+def digits() -> tuple[TensorDataset, TensorDataset]:
     """Return the training and the held-out images, float32 in [0, 1] of shape (1, 8, 8), with labels."""
-    import numpy as np
-    import torch
-    from torch.utils.data import TensorDataset
-
     with resources.files(__package__).joinpath("digits.npz").open("rb") as file, np.load(file) as data:
         images = torch.from_numpy(data["images"]).float().div_(16).unsqueeze_(1)
         labels = torch.from_numpy(data["labels"]).long()
     held_out = torch.arange(len(labels), device="cpu") % HELD_OUT == 0
-    return (
-        TensorDataset(images[~held_out], labels[~held_out]),
-        TensorDataset(images[held_out], labels[held_out]),
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(
+        images[held_out], labels[held_out]
     )
 
 
 def network() -> nn.Module:
     """Build two convolutions and two linear layers; 38 thousand parameters."""
-    from torch import nn
-
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -77,14 +67,6 @@ def network() -> nn.Module:
     )
 
 
-def loss(model: nn.Module, batch: Collated) -> Tensor:
-    """Return the cross entropy, the mean over the images."""
-    from torch.nn.functional import cross_entropy
-
-    images, labels = batch
-    return cross_entropy(model(images), labels)
-
-
 def accuracy(model: nn.Module, batch: Collated) -> dict[str, Tensor]:
     """Return the share of images that are classified correctly."""
     images, labels = batch
@@ -93,7 +75,5 @@ def accuracy(model: nn.Module, batch: Collated) -> dict[str, Tensor]:
 
 def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
     """Build a schedule that rises for three tenths of the run and then falls to almost 0."""
-    import torch
-
     peak = optimizer.param_groups[0]["lr"]
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peak, total_steps=steps + 1)

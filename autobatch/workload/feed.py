@@ -39,7 +39,6 @@ from autobatch.core.signals import STOPPING, end_with_parent, hold_back_signals
 from autobatch.device.oom import Verdict, classify
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import collate_samples, fetch
-from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state, restore_random_state, seed_generators
 from autobatch.workload.split import MicroBatchIds, SizeSplit, Split
@@ -105,15 +104,14 @@ class MicroBatches(Dataset[Any]):
             if classify(error) is not Verdict.NONE:
                 raise  # torch sends its type and text to the loop, and the recovery needs both
             return Failure(to_picklable(error))
-        # The queue silently drops what it cannot pickle, and the loop would wait for it in vain.
-        if (why := _why_not_pickled(batch)) is None:
-            return batch
-        return Failure(
-            InputError(
-                f"a micro-batch cannot be sent from a loader worker ({why}): let the collate function return "
-                "tensors in tuples, lists or dictionaries, or use --workers 0"
-            )
-        )
+        try:
+            # The queue silently drops what it cannot pickle, and the loop would wait for it in vain.
+            _WithoutTensorData(io.BytesIO()).dump(batch)
+        except Exception as error:
+            why = f"a micro-batch cannot be sent from a loader worker ({type(error).__name__}: {error})"
+            advice = "return tensors in tuples, lists or dictionaries from collate, or use --workers 0"
+            return Failure(InputError(f"{why}: {advice}"))
+        return batch
 
     def _load_seeded(self, seed: int, part: MicroBatchIds) -> Collated:
         """Collate a micro-batch with a seed for every sample."""
@@ -319,23 +317,6 @@ def start_worker(init: Callable[[int], object] | None, number: int) -> None:
     end_with_parent()
     if init is not None:
         init(number)
-
-
-def why_not_sent(workload: Workload, batch: Collated) -> str | None:
-    """Return why loader workers cannot send micro-batches such as this one; None if they can."""
-    if any(tensor.device.type != "cpu" for tensor in tensors_of(batch)):
-        return "its samples are on a GPU, which workers cannot use"
-    why = _why_not_pickled((batch, None if START_METHOD == "fork" else MicroBatches(workload, 0)))
-    return None if why is None else f"its samples cannot be sent from one process to another ({why})"
-
-
-def _why_not_pickled(value: object) -> str | None:
-    """Return the error of pickling a value for another process; None if it can be sent."""
-    try:
-        _WithoutTensorData(io.BytesIO()).dump(value)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 class _WithoutTensorData(ForkingPickler):

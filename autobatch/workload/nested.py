@@ -35,11 +35,18 @@ def to_device(batch: Collated, device: torch.device) -> Collated:
     """
     if device.type == "cpu":
         return batch
-    return map_tensors(
-        batch,
-        lambda tensor: _pinned(tensor, device).to(device, non_blocking=True),
-        convert=lambda other: _object_to_device(other, device),
-    )
+    if isinstance(batch, Tensor):
+        return _pinned(batch, device).to(device, non_blocking=True)
+    if not callable(getattr(batch, "to", None)):
+        return _rebuilt(batch, [to_device(child, device) for child in children_of(batch)])
+    if device.type == "cuda" and callable(getattr(batch, "pin_memory", None)):
+        batch = batch.pin_memory()
+    else:  # as transformers' BatchEncoding, which cannot pin itself
+        batch = map_tensors(batch, lambda tensor: _pinned(tensor, device))
+    try:
+        return batch.to(device, non_blocking=True)
+    except TypeError:
+        return batch.to(device)
 
 
 def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
@@ -60,35 +67,11 @@ def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
 
 
-def _object_to_device(other: Any, device: torch.device) -> Any:
-    """Move an object with a ``to`` method of its own, without waiting if it can do so."""
-    if device.type == "cuda" and callable(getattr(other, "pin_memory", None)):
-        other = other.pin_memory()
-    elif isinstance(other, MutableMapping):
-        # As transformers' BatchEncoding, which cannot pin itself.
-        other = _map_children(other, lambda tensor: _pinned(tensor, device), None)
-    try:
-        return other.to(device, non_blocking=True)
-    except TypeError:
-        return other.to(device)
-
-
-def map_tensors(
-    batch: Collated, change: Callable[[Tensor], Tensor], *, convert: Callable[[Any], Any] | None = None
-) -> Collated:
-    """Return the same containers with every tensor changed; keep all other values.
-
-    Args:
-        batch: the collated micro-batch.
-        change: called with each tensor.
-        convert: called with each object that has its own ``to`` method, for example a packed sequence or a
-            graph; None to treat it like other values.
-    """
+def map_tensors(batch: Collated, change: Callable[[Tensor], Tensor]) -> Collated:
+    """Return the same containers with every tensor changed; keep all other values."""
     if isinstance(batch, Tensor):
         return change(batch)
-    if convert is not None and callable(getattr(batch, "to", None)):
-        return convert(batch)
-    return _map_children(batch, change, convert)
+    return _rebuilt(batch, [map_tensors(child, change) for child in children_of(batch)])
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
@@ -133,12 +116,6 @@ def children_of(value: Any) -> list[Any]:
 def form_of(value: object) -> str:
     """Describe a value for a message if a 0-d tensor was expected: ``a tensor of shape (3,)``."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
-
-
-def _map_children(
-    value: Any, change: Callable[[Tensor], Tensor], convert: Callable[[Any], Any] | None
-) -> Any:
-    return _rebuilt(value, [map_tensors(child, change, convert=convert) for child in children_of(value)])
 
 
 def _rebuilt(value: Any, children: list[Any]) -> Any:

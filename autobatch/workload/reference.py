@@ -15,15 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from autobatch.core.errors import InputError
 from autobatch.core.text import LONGEST_VALUE, cut
 from autobatch.workload.contract import Workload, is_model, kind_of
 from autobatch.workload.user_code import user_code
-
-if TYPE_CHECKING:
-    from torch import nn
 
 WorkloadSource = Workload | Callable[[], Workload] | str | None
 """A workload, a function that returns it, or a reference to it; None for the demo."""
@@ -48,10 +45,17 @@ def find_workload(workload: object, seed: int = 0) -> Workload:
     if workload is None or isinstance(workload, str):
         place, name = check_reference(workload or DEMO)
         with _seeded(seed):
-            module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-        name = name or _only_workload_of(module, place)
+            if place.endswith(".py"):
+                module = _load_file(Path(place))
+            else:
+                with user_code(f"module {place}"):  # and its parent packages
+                    module = importlib.import_module(place)
+        name = name or Workload.name
         if not hasattr(module, name):
-            raise InputError(f"{place} has no {name!r}, and {_listed(_functions_of(module))}")
+            own = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+            raise InputError(
+                f"{place} has no function {name!r}, found {', '.join(own) or 'none'}: write {place}:FUNCTION"
+            )
         found = _made(getattr(module, name), f"{name} in {place}", seed)
         if found.name != Workload.name:
             return found
@@ -129,50 +133,6 @@ def check_reference(reference: str) -> tuple[str, str]:
     return place, function
 
 
-def _only_workload_of(module: Any, place: str) -> str:
-    """Return the name of the workload of a module that a reference does not name.
-
-    It is ``workload``, else the only function that states to return a `Workload`, or the only `Workload`.
-
-    Raises:
-        InputError: there is none, or there are several.
-    """
-    names = _functions_of(module)
-    candidates = [name for name in names if _states_workload(getattr(module, name))]
-    if Workload.name not in names and len(candidates) != 1:
-        raise InputError(
-            f"{place} has no function named {Workload.name}, and {_listed(candidates or names)}: write "
-            f"{place}:FUNCTION, or rename the function that returns the Workload to {Workload.name}"
-        )
-    return Workload.name if Workload.name in names else candidates[0]
-
-
-def _states_workload(value: object) -> bool:
-    """Check for a `Workload`, or a function that is annotated to return one, as a class or as text."""
-    stated = getattr(value, "__annotations__", {}).get("return")
-    name = str(getattr(stated, "__name__", stated)).rpartition(".")[2]
-    return isinstance(value, Workload) or name == Workload.__name__
-
-
-def _functions_of(module: Any) -> list[str]:
-    """Return the names of what may be a workload: functions defined in the module, and workloads."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, Workload) or (inspect.isfunction(value) and value.__module__ == module.__name__)
-    ]
-
-
-def _listed(names: list[str]) -> str:
-    return f"it has {', '.join(names) or 'no functions'}"
-
-
-def _load_module(name: str) -> Any:
-    # This imports the parent packages, which are user code too.
-    with user_code(f"module {name}"):
-        return importlib.import_module(name)
-
-
 def _load_file(path: Path) -> Any:
     _make_importable(path.resolve().parent)
     # Registered so that worker processes and pickles find its definitions, but never in place of another
@@ -198,17 +158,3 @@ def _load_file(path: Path) -> Any:
 def _make_importable(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-
-
-def shared_model_notes(workload: Workload, model: nn.Module) -> list[str]:
-    """Return a note if the workload's function hands out a model that exists beside it, else nothing."""
-    try:
-        names = inspect.getclosurevars(inspect.unwrap(workload.model))
-    except TypeError:  # a class, or a partial function
-        return []
-    return [
-        f"Workload(model=…) hands out a model that exists already ({name}): the run trains it in place, and "
-        "the next run starts from its weights. Build the model in the function for a fresh start"
-        for name, value in {**names.globals, **names.nonlocals}.items()
-        if value is model
-    ]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -141,39 +140,27 @@ def seed_generators(seed: int, batch_index: int, place: int, sample: int) -> Non
 
 @contextmanager
 def preserved_generators(owner: object, seed: int | None = None) -> Iterator[None]:
-    """Restore at the end of the block the generators that an object and the objects within it hold.
+    """Restore at the end of the block torch's generators that an object and the objects within it hold.
 
     Args:
         owner: the object.
         seed: to seed them with within the block; None to leave them as they are.
     """
-    undo: list[Callable[[], object]] = []
-    for generator in _generators_within(owner):
-        if isinstance(generator, random.Random):
-            undo.append(partial(generator.setstate, generator.getstate()))
-            if seed is not None:
-                generator.seed(seed)
-        elif isinstance(generator, torch.Generator):
-            undo.append(partial(generator.set_state, generator.get_state()))
-            if seed is not None:
-                generator.manual_seed(seed)
-        else:
-            bits = generator.bit_generator
-            undo.append(partial(setattr, bits, "state", bits.state))
-            if seed is not None:
-                bits.state = type(bits)(seed).state
+    held = [(generator, generator.get_state()) for generator in _generators_within(owner)]
     try:
+        if seed is not None:
+            for generator, _ in held:
+                generator.manual_seed(seed)
         yield
     finally:
-        for restore in undo:
-            restore()
+        for generator, state in held:
+            generator.set_state(state)
 
 
-def _generators_within(owner: Any, depth: int = 0) -> Iterator[Any]:
+def _generators_within(owner: Any, depth: int = 0) -> Iterator[torch.Generator]:
     """Yield the generators within an object."""
-    held = owner if isinstance(owner, list | tuple) and depth else getattr(owner, "__dict__", {}).values()
-    for value in islice(held, MOST_HELD):
-        if isinstance(value, torch.Generator | random.Random | np.random.Generator):
+    for value in islice(getattr(owner, "__dict__", {}).values(), MOST_HELD):
+        if isinstance(value, torch.Generator):
             yield value
         elif depth < HELD_DEPTH and not isinstance(value, Tensor | type):
             yield from _generators_within(value, depth + 1)

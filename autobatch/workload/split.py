@@ -57,24 +57,29 @@ class Split:
         self.multiple = multiple
 
     def parts(self, batch: GlobalBatch, micro_batch: int) -> list[MicroBatchIds]:
-        """Return the micro-batches of this rank; empty if it takes no sample.
+        """Return the micro-batches of this rank; empty if it takes no sample."""
+        return self.of_ranks(batch, micro_batch)[self.rank]
+
+    def rounds(self, batch: GlobalBatch, micro_batch: int) -> int:
+        """Return the most micro-batches that any rank runs of a batch."""
+        return max(map(len, self.of_ranks(batch, micro_batch)))
+
+    def of_ranks(self, batch: GlobalBatch, micro_batch: int) -> list[list[MicroBatchIds]]:
+        """Return the micro-batches of every rank.
 
         Args:
             batch: its sample ids.
             micro_batch: the largest number of samples in any micro-batch.
         """
-        shares = split_over_ranks(len(batch.ids), self.world, self.multiple)
-        parts, first = [], sum(shares[: self.rank])
-        for size in micro_batches(shares[self.rank], micro_batch, self.multiple):
-            places = range(first, first + size)
-            parts.append(MicroBatchIds(batch.index, places, batch.ids[first : first + size]))
-            first += size
-        return parts
-
-    def rounds(self, batch: GlobalBatch, micro_batch: int) -> int:
-        """Return the most micro-batches that any rank runs of a batch."""
-        shares = split_over_ranks(len(batch.ids), self.world, self.multiple)
-        return max(len(micro_batches(share, micro_batch, self.multiple)) for share in shares)
+        of_ranks: list[list[MicroBatchIds]] = []
+        first = 0
+        for share in split_over_ranks(len(batch.ids), self.world, self.multiple):
+            of_ranks.append([])
+            for size in micro_batches(share, micro_batch, self.multiple):
+                places = range(first, first + size)
+                of_ranks[-1].append(MicroBatchIds(batch.index, places, batch.ids[first : first + size]))
+                first += size
+        return of_ranks
 
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:
         """Return the ``micro_batch`` that halves a part, which ran out of memory."""
@@ -104,15 +109,24 @@ class SizeSplit(Split):
         self.sizes = sizes
         self.cut = cut
         self.largest = cut.max_micro_batch
-        self._last: dict[tuple[int, int, int], list[list[MicroBatchIds]]] = {}
+        self._known: dict[tuple[int, int, int], list[list[MicroBatchIds]]] = {}
 
-    def parts(self, batch: GlobalBatch, micro_batch: int) -> list[MicroBatchIds]:
-        """See `Split.parts`."""
-        return self._of_ranks(batch, micro_batch)[self.rank]
-
-    def rounds(self, batch: GlobalBatch, micro_batch: int) -> int:
-        """See `Split.rounds`."""
-        return max(map(len, self._of_ranks(batch, micro_batch)))
+    def of_ranks(self, batch: GlobalBatch, micro_batch: int) -> list[list[MicroBatchIds]]:
+        """See `Split.of_ranks`."""
+        # The loop, its feed and its engine ask for the same batch, one after the other.
+        key = (batch.index, len(batch.ids), micro_batch)
+        if key not in self._known:
+            if len(self._known) > 1:
+                self._known.clear()
+            self._known[key] = [
+                [
+                    MicroBatchIds(batch.index, places, [batch.ids[place] for place in places])
+                    for places in of_rank
+                    if places
+                ]
+                for of_rank in self._places(self.sizes[batch.ids], micro_batch)
+            ]
+        return self._known[key]
 
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:
         """See `Split.halved`."""
@@ -133,24 +147,6 @@ class SizeSplit(Split):
     def fixed_area(self, micro_batch: int) -> float:
         """Return the cost of a micro-batch besides its area, in the same unit."""
         return FIXED_SHARE * self.of_longest(micro_batch) * self.cut.longest
-
-    def _of_ranks(self, batch: GlobalBatch, micro_batch: int) -> list[list[MicroBatchIds]]:
-        """Return the micro-batches of every rank."""
-        # The loop, its feed and its engine ask for the same batch, one after the other.
-        key = (batch.index, len(batch.ids), micro_batch)
-        if key not in self._last:
-            places_of_ranks = self._places(self.sizes[batch.ids], micro_batch)
-            while len(self._last) > 1:
-                self._last.pop(next(iter(self._last)))
-            self._last[key] = [
-                [
-                    MicroBatchIds(batch.index, places, [batch.ids[place] for place in places])
-                    for places in places_of_rank
-                    if places
-                ]
-                for places_of_rank in places_of_ranks
-            ]
-        return self._last[key]
 
     def _places(self, own: Sizes, micro_batch: int) -> list[list[list[int]]]:
         """Return the places of the samples in each micro-batch of every rank; some may be empty."""

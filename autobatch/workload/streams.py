@@ -26,9 +26,7 @@ from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import (
     RandomState,
     capture_random_state,
-    plain_random_state,
     preserved_random_state,
-    random_state_of,
     restore_random_state,
     seed_generators,
 )
@@ -131,8 +129,6 @@ class StreamReader:
         """The generators as the stream left them; None before its first epoch begins."""
         self._looked_at: list[tuple[str, str]] = []
         """Digests of the first samples of an epoch that loader processes read, in their turns."""
-        self._source: Any = None
-        """Object that has the state of the stream, and is iterated."""
         self._reader: Iterator[Any] | None = None
         self._epoch = 0
         self._in_epoch = 0
@@ -145,10 +141,13 @@ class StreamReader:
             InputError: the first epoch has no sample.
         """
         if self._reader is None:
-            self._begin_epoch()
+            self._looked_at = []
+            seed_generators(self._seed, IN_STREAM, self._epoch, 0)
+            with user_code("train_data", self._stream):
+                self._reader = iter(self._open())
         while True:
             with user_code(f"train_data at position {self._in_epoch}"):
-                sample = next(self._reader, END)  # type: ignore[arg-type]
+                sample = next(self._reader, END)
             if sample is END:
                 break
             self._in_epoch += 1
@@ -176,30 +175,15 @@ class StreamReader:
             for _ in range(samples if self._reads else 0):
                 self._take(1)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the stream, and the stream's own state if it has one."""
-        saved = getattr(self._source, "state_dict", None)
-        own = saved() if callable(saved) else None
-        # Without a state of its own, a stream is read again from its start, where it is seeded.
-        random = None if own is None or self._random is None else plain_random_state(self._random)
-        return {"epoch": self._epoch, "in_epoch": self._in_epoch, "own": own, "random": random}
+    def state_dict(self) -> dict[str, int]:
+        """Return the place in the stream."""
+        return {"epoch": self._epoch, "in_epoch": self._in_epoch}
 
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Continue after a state, and return in words how the place was found."""
-        if not self._reads:
-            return ["rank 0 reads the stream"]
-        self._epoch, self._in_epoch, self._reader = state["epoch"], 0, None
-        with self._drawing():
-            if self._begin_epoch(state["own"]):
-                self._in_epoch = state["in_epoch"]
-                if state["random"] is not None:
-                    restore_random_state(random_state_of(state["random"]))
-                return ["the stream continues from its own state"]
+    def load_state_dict(self, state: dict[str, int]) -> list[str]:
+        """Read again until a place in the stream, and say so."""
+        self._epoch = state["epoch"]
         self.skip(state["in_epoch"])
-        return [
-            f"the stream has no state_dict, so its first {state['in_epoch']:,} samples were read again and "
-            "skipped"
-        ]
+        return [f"the first {state['in_epoch']:,} samples of the stream were read again and skipped"]
 
     def _take(self, number: int) -> list[Any]:
         taken: list[Any] = []
@@ -233,19 +217,6 @@ class StreamReader:
                 "or use --workers 0"
             )
 
-    def _begin_epoch(self, own: Any = None) -> bool:
-        """Begin to read the current epoch; return whether the stream continued from its ``own`` state."""
-        self._looked_at = []
-        seed_generators(self._seed, IN_STREAM, self._epoch, 0)
-        with user_code("train_data", self._stream):
-            self._source = self._open()
-            load: Any = getattr(self._source, "load_state_dict", None)
-            continues = own is not None and callable(load)
-            if continues:
-                load(own)
-            self._reader = iter(self._source)
-        return continues
-
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         """Let the stream draw from its own states of the CPU's generators within the block."""
@@ -277,15 +248,15 @@ class StreamReader:
                     "parts, which looks like a batch: write a function that yields its samples, for example "
                     "with `while True: yield from zip(*get_batch())`"
                 )
-        if self.workers:
-            if not isinstance(source, IterableDataset):
-                raise InputError(
-                    f"loader processes (--workers {self.workers['num_workers']}) cannot share the samples of "
-                    f"{kind_of(source)}: use --workers 0, or an IterableDataset"
-                )
-            # torch's default would turn its arrays into tensors.
-            source = DataLoader(source, batch_size=None, collate_fn=unchanged, **self.workers)
-        return source
+        if not self.workers:
+            return source
+        if not isinstance(source, IterableDataset):
+            raise InputError(
+                f"loader processes (--workers {self.workers['num_workers']}) cannot share the samples of "
+                f"{kind_of(source)}: use --workers 0, or an IterableDataset"
+            )
+        # torch's default would turn its arrays into tensors.
+        return DataLoader(source, batch_size=None, collate_fn=unchanged, **self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,6 @@ from autobatch.core.errors import AutobatchError, InputError, UserCodeError
 from autobatch.core.text import error_text, quoted
 
 _MARK = "raised by the workload: "
-_NO_GROUP = "Default process group has not been initialized"
-"""Message of torch.distributed if no ranks have met."""
 
 
 class user_code:  # noqa: N801 - reads as a statement; a generator would cost more in each micro-batch
@@ -70,8 +68,6 @@ def describe(error: BaseException) -> str:
         did = f"called sys.exit({'' if error.code is None else quoted(error.code)})"
     else:
         did = f"raised {type(error).__name__}: {error_text(error, first_line=True)}".removesuffix(": ")
-    if _NO_GROUP in error_text(error):
-        did += " Attempts run on one rank alone, so a loss must not call torch.distributed"
     return f"{whose} {did}" + (f" ({place})" if place else "")
 
 

@@ -37,15 +37,6 @@ class Numbers(IterableDataset[int]):
         return iter(range(3))
 
 
-class Prefetcher:
-    """A loader around a loader, as timm's PrefetchLoader."""
-
-    loader = DataLoader(DATA)
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self.loader)
-
-
 class Repeated(list[int]):
     """An order of its own for each rank, as timm's RepeatAugSampler draws."""
 
@@ -67,11 +58,10 @@ class Repeated(list[int]):
         ("train_data", [], "has 0 samples"),
         ("train_data", iter([1]), "read only once, .* give the function"),
         ("train_data", DataLoader(DATA), "found a DataLoader: .*from_loader"),
-        ("train_data", Prefetcher(), "found a Prefetcher: .*from_loader"),
         ("validation_data", 3, "__getitem__"),
         *[("learning_rate", value, "finite") for value in (0, "1e-3", True, math.nan, math.inf)],
         *[("base_batch", value, "1 or more") for value in (0, 2.5, True)],
-        *[("name", value, "folder") for value in ("", "../up", "\x1b[31mred", "x" * 256, "half\ud800", 3)],
+        *[("name", value, "folder") for value in ("", "..", "a/b", "\x1b[31mred", "x" * 256)],
     ],
 )
 def test_an_invalid_field_is_refused_with_what_to_write(field: str, value: object, message: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from autobatch import AutobatchError, DoesNotFitError, InputError
-from autobatch.workload.feed import LoaderWorkerCrashed, MicroBatches, open_feed, why_not_sent
+from autobatch.workload.feed import LoaderWorkerCrashed, MicroBatches, open_feed
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import plain_random_state
 from autobatch.workload.split import MicroBatchIds
@@ -102,12 +102,6 @@ def test_out_of_memory_in_a_worker_shrinks_the_micro_batch() -> None:
         list(loop.run())
     with pytest.raises(MemoryError, match="none at all"):
         _ = MicroBatches(make_workload(collate=always), 0)[PART]
-
-
-def test_samples_that_cannot_be_sent_from_workers_are_known_before() -> None:
-    assert why_not_sent(make_workload(), torch.zeros(3)) is None
-    assert "cannot be sent" in (why_not_sent(make_workload(), {"lock": threading.Lock()}) or "")
-    assert "on a GPU" in (why_not_sent(make_workload(), torch.empty(1, device="meta")) or "")
 
 
 # Ends of workers.

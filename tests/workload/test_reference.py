@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pytest
 from torch import nn
 
 from autobatch import InputError
-from autobatch.workload.reference import find_workload, shared_model_notes
+from autobatch.workload.reference import find_workload
 from autobatch.workload.user_code import describe
-from tests.support.training import make_workload
 
 MAKES = (
     "from autobatch import Workload\ndef make():\n    return Workload(model=max, train_data=[1], loss=max, "
@@ -50,12 +48,11 @@ def test_a_module_and_a_file_are_found_and_take_the_name_of_no_other_module(tmp_
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("found_mod", "no function named workload, and it has make, nothing: write found_mod:FUNCTION"),
-        ("two_mod", "two_mod has no function named workload, and it has first, second"),
+        ("found_mod", "has no function 'workload', found make, nothing: write found_mod:FUNCTION"),
         *[(wrong, f"'{wrong}' is not a workload") for wrong in (":make", "mod:", "..:make", "a-b:make")],
         ("nowhere_mod.sub:make", "there is no module 'nowhere_mod.sub' to import from "),
         ("nowhere.py:make", "there is no file nowhere.py .looked from "),
-        ("found_mod:mak", "found_mod has no 'mak', and it has make, nothing"),
+        ("found_mod:mak", "has no function 'mak', found make, nothing"),
         ("found_mod:number", "number in found_mod must be an autobatch.Workload, .* found an int"),
         ("found_mod:nothing", r"nothing in found_mod returned nothing \(None\), not an autobatch.Workload"),
         (3, "the workload must be an autobatch.Workload, .* found an int"),
@@ -65,8 +62,6 @@ def test_a_module_and_a_file_are_found_and_take_the_name_of_no_other_module(tmp_
 )
 def test_a_reference_to_nothing_names_what_was_searched(reference: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "found_mod.py").write_text(MAKES + "number = 3\ndef nothing(): pass\n")
-    first = MAKES.replace("def make()", "def first() -> Workload")
-    (tmp_path / "two_mod.py").write_text(first + "def second() -> Workload: return first()\n")
     with pytest.raises(InputError, match=message):
         find_workload(reference)
 
@@ -94,17 +89,9 @@ def test_an_error_of_the_users_code_names_its_line(
     assert kind is ZeroDivisionError or "broken" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("content", "name"),
-    [
-        (MAKES.replace("def make", "def helper") + "def workload(): return helper()\n", "lone_file"),
-        (MAKES.replace("def make()", "def small() -> Workload") + "def helper(): pass\n", "small"),
-        ("from __future__ import annotations\n" + MAKES.replace("make()", "big() -> Workload"), "big"),
-    ],
-)
-def test_a_file_alone_is_enough_if_one_function_can_be_meant(content: str, name: str, tmp_path: Path) -> None:
-    (tmp_path / "lone_file.py").write_text(content)
-    assert find_workload("lone_file.py").name == find_workload("lone_file").name == name
+def test_a_file_alone_is_enough_if_its_function_is_called_workload(tmp_path: Path) -> None:
+    (tmp_path / "lone_file.py").write_text(MAKES.replace("make", "workload"))
+    assert find_workload("lone_file.py").name == find_workload("lone_file").name == "lone_file"
 
 
 @pytest.mark.program
@@ -126,19 +113,3 @@ except InputError:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "refused\n", done.stderr
-
-
-MODEL = nn.Linear(2, 2)
-
-
-def test_a_model_that_exists_beside_its_function_is_named() -> None:
-    model, width = nn.Linear(2, 2), 3
-    for function, name in (
-        (lambda: model, "(model)"),
-        (lambda: MODEL, "(MODEL)"),
-        (lambda: nn.Linear(width, width), None),
-        (partial(nn.Linear, 2, 2), None),
-    ):
-        workload = make_workload(model=function)
-        notes = shared_model_notes(workload, workload.model())
-        assert [name in note for note in notes] == ([] if name is None else [True])
