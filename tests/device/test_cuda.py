@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 
 import pytest
 import torch
 
 from autobatch import AutobatchError, DoesNotFitError, InputError
-from autobatch.core.records import MemoryHolder
 from autobatch.core.units import GiB, MiB
-from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats
+from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.cuda import CudaDevice
-from autobatch.device.nvml import NvmlGpu
-from tests.support.fake_cuda import FakeCuda, gpu_reading
+from tests.support.fake_cuda import FakeCuda
 
 
 def opened(memory_budget: str | None = "6GiB", index: int = 0) -> CudaDevice:
@@ -48,21 +45,6 @@ def test_cleaning_up_does_not_hide_the_error_that_lost_the_context(fake: FakeCud
     assert caught.value is error
 
 
-def test_a_session_starts_empty_caps_and_restores_the_former_cap(fake: FakeCuda) -> None:
-    """Freed workspaces are cached blocks, and pinned memory may be that of a larger micro-batch.
-
-    A tensor that a loss makes on ``cuda``, and an event, are on the same GPU as the model.
-    """
-    fake.allowed = former = 17 * GiB + 12_345
-    device = opened()
-    for session, expected in ((device.enforced, ["clear", "unpin", "empty"]), (device.training, [])):
-        fake.calls.clear()
-        with session():
-            assert fake.calls == [*expected, f"allow {6 * GiB}", "reset"]
-            assert fake.current == 0
-        assert (fake.allowed, fake.current) == (former, 7)
-
-
 @pytest.mark.parametrize("total", [8 * GiB, 25_282_281_472, 150_109_880_320])
 def test_a_cap_allows_the_budget_to_the_byte_and_so_does_the_restored_one(fake: FakeCuda, total: int) -> None:
     """Of 25,282,281,472 bytes, the share of the first of these would lose a byte if it were set as read."""
@@ -75,29 +57,6 @@ def test_a_cap_allows_the_budget_to_the_byte_and_so_does_the_restored_one(fake: 
             assert limit <= fake.allowed <= limit + 1
             raise KeyError("in the step")
         assert fake.allowed == former
-
-
-@pytest.mark.parametrize("listed", [True, False], ids=["listed", "of a container"])
-def test_others_are_counted_without_this_process(fake: FakeCuda, listed: bool) -> None:
-    """NVML may list this process by an id of the host, or not at all. Then its context is measured."""
-    others, context = {1: 2 * GiB, 7: GiB}, 512 * MiB
-    fake.figures["reserved_bytes.all.current"] = 0
-
-    def read() -> NvmlGpu:
-        own = (context if fake.initialized else 0) + fake.figures["reserved_bytes.all.current"]
-        pids = {**others, os.getpid(): own} if listed else others
-        holders = [MemoryHolder(pid=pid, name=None, used_bytes=size) for pid, size in pids.items()]
-        return gpu_reading(sum(others.values()) + own, holders)
-
-    fake.nvml = read
-    device = opened()
-    assert device.describe().other_processes_bytes == 3 * GiB
-    with device.enforced():
-        others[7] += GiB
-        fake.figures["reserved_bytes.all.current"] = 2 * GiB
-    record = device.describe()
-    assert record.other_processes_bytes == 4 * GiB
-    assert [holder.pid for holder in record.holders] == [1, 7]
 
 
 def test_training_has_the_budget_of_the_probe_where_that_much_is_free(fake: FakeCuda) -> None:
@@ -115,22 +74,6 @@ def test_training_has_the_budget_of_the_probe_where_that_much_is_free(fake: Fake
             assert fake.allowed == expected
         assert device.budget_bytes != training.budget_bytes or change == 0
     assert opened("24GiB").budgeted(24 * GiB).budget_bytes == 24 * GiB
-
-
-def test_memory_that_the_process_holds_already_is_part_of_every_replay(fake: FakeCuda) -> None:
-    """A model of the user's that lies on the GPU is neither freed nor moved by a step."""
-    device = opened()
-    assert device.new_allocator().reserved_bytes == 0
-    fake.held = 2 * GiB
-    allocator = device.new_allocator()
-    assert allocator.allocated_bytes == 2 * GiB <= allocator.reserved_bytes
-    with pytest.raises(BudgetExceeded):
-        allocator.malloc(4 * GiB + 1)
-    with device.enforced():
-        # What a session takes is not held by others.
-        fake.held = 3 * GiB
-        assert device.new_allocator().allocated_bytes == 2 * GiB
-    assert device.new_allocator().allocated_bytes == 3 * GiB
 
 
 def test_options_of_the_allocator_that_are_not_modelled_are_noted_and_nothing_is_recorded(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from autobatch.core.units import MiB
-from autobatch.device.allocator.trace import FREE, Trace
-from autobatch.device.cuda import CudaDevice
+from autobatch.device.allocator.trace import FREE
 from autobatch.device.cuda_allocator import allocator_options, trace_of
-from tests.support.fake_cuda import FakeCuda
 
 FIRST_SET: list[tuple[dict[str, str], bool]] = [
     ({}, False),
@@ -55,27 +51,6 @@ def test_allocations_and_completed_frees_become_events() -> None:
     assert trace.marks == ((0, "setup"), (2, "forward"), (3, "backward"), (4, "end"))
 
 
-ONE = entry("alloc", 1, 8)
 COMMON, OF_A_GRAPH = {"segment_pool_id": (0, 0)}, {"segment_pool_id": (0, 3)}
 
 
-@pytest.mark.parametrize(
-    ("entries", "segments", "is_traced"),
-    [
-        ([ONE], [COMMON], True),
-        # The blocks of a CUDA graph are in a pool of their own.
-        ([ONE], [COMMON, OF_A_GRAPH], False),
-        # torch keeps the last entries of a recording that is too long, so a full one may lack its beginning.
-        ([ONE] * 300_000, [COMMON], False),
-    ],
-)
-def test_a_recording_that_no_replay_knows_gives_no_trace(
-    fake: FakeCuda, entries: list, segments: list, is_traced: bool
-) -> None:
-    fake.snapshot = {"device_traces": [entries], "segments": segments}
-    with CudaDevice(index=0, memory_budget="6GiB").enforced() as meter:
-        meter.mark("setup")
-        fake.events_so_far += 1
-        meter.mark("forward")
-        assert meter.trace() == (Trace(((0, 8),), ((0, "setup"), (1, "forward"))) if is_traced else None)
-    assert not fake.is_recording

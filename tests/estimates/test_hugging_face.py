@@ -93,28 +93,6 @@ def test_what_cannot_be_trained_by_its_config_is_one_line(
     assert str(raised.value).isprintable()
 
 
-ODD: list[tuple[str, dict[str, Any], str]] = [
-    # Positions count from past the padding: 128 rows leave 126 tokens.
-    ("bert", ROBERTA, "126 tokens"),
-    ("bert", {"architectures": ["BertForSequenceClassification"], "num_labels": 3}, "128 tokens"),
-    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "256 tokens"),
-    ("bert", {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_kv": 16,
-              "num_hidden_layers": 1}, "128 tokens"),
-    ("vit", {"architectures": ["ResNetForImageClassification"], "model_type": "resnet", "hidden_size": 8,
-             "image_size": None, "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}, "224 × 224"),
-]  # fmt: skip
-
-
-@pytest.mark.program
-@pytest.mark.parametrize(("name", "changes", "size"), ODD, ids=range(len(ODD)))
-def test_what_a_config_leaves_open_is_set(
-    tmp_path: Path, name: str, changes: dict[str, Any], size: str
-) -> None:
-    found = estimate(config_folder(tmp_path, name, **changes), micro_batch=2, memory_budget="256MiB")
-    assert changes["architectures"][0] in found.notes[0]
-    assert size in found.notes[0]
-
-
 def test_missing_configs_and_names_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"the folder .* has no config\.json"):
         estimate(tmp_path)

@@ -78,12 +78,6 @@ def test_the_table_has_all_ranks_and_gpus_each_with_its_own_layout():
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-def test_auto_shards_only_what_does_not_fit():
-    small, _ = limit(budget="200MiB")
-    assert small.parallel == "replicate"
-    assert "--parallel replicate" in small.parallel_reason
-
-
 def contrastive():
     def info_nce(_, rows):
         return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))

@@ -22,12 +22,10 @@ from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import attempt
 from tests.support.step_workloads import (
     WORKLOADS,
-    image_loss,
     make,
     pair_loss,
     perceptron,
     setup,
-    sgd,
     traced_step,
 )
 
@@ -204,18 +202,3 @@ def test_an_unpredictable_step_has_a_reason_in_one_line(forward, words) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_recurrent_step_counts_the_gates_of_its_layers() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.LSTM(12, 16, batch_first=True), nn.Linear(16, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x.flatten(1, 2)[:, :4])[0][:, -1])
-
-    step = footprint(traced_step(setup(make(Recurrent, optimizer=sgd, loss=image_loss)), capability=(8, 0)))
-    assert any("recurrent" in note for note in step.notes)
-    trace = step.program.at(9)
-    first = next(at for at, phase in trace.marks if phase == "backward")
-    gates = sum(size for _, size in trace.events[:first] if size == 9 * 4 * 16 * 4)
-    assert gates >= 4 * 9 * 4 * 16 * 4, "four gates at each of four time steps"

@@ -10,7 +10,7 @@ import pytest
 from autobatch import Probe, Progress
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.rehearsal.attempt import Outcome
-from autobatch.rehearsal.process import ChildCrashed, SetupProcess, ThisProcess
+from autobatch.rehearsal.process import ChildCrashed, SetupProcess
 from autobatch.search.attempts import run_attempt
 from autobatch.search.probe import find_largest
 from tests.support.sizes import BUDGET, machine_of
@@ -32,10 +32,6 @@ class Child:
         if size >= self.first:
             raise self.error
         return self.answer(size)
-
-
-class Here(Child, ThisProcess):
-    """The same in this process."""
 
 
 def found_in(child: Child) -> Probe:
@@ -62,6 +58,3 @@ def test_an_error_above_a_size_that_fits_bounds_the_search(error: Exception) -> 
     assert {*failed.values()} == {str(error).splitlines()[0]}
 
 
-def test_a_process_without_a_child_ends_once_its_context_is_lost() -> None:
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        found_in(Here(ILLEGAL, 500))
