@@ -44,7 +44,7 @@ from benchmarks.workloads import WORKLOADS
 BUDGETS = {"resnet-bn": "5MiB", "u-net": "4MiB", "experts": "3MiB"}
 """For a fraction of the batch, so that the plan accumulates; the batch of the experts fits whole."""
 TARGET, GRID_ROUNDS = 512, 5
-KNOBS = ("micro_batch_shift", "precision", "checkpointing", "channels_last", "optimizer")
+KNOBS = ("micro_batch_shift", "precision", "channels_last", "optimizer")
 
 
 def open_trials(workload: Workload, memory_budget: str) -> tuple[Trials, list[SearchAxis]]:
@@ -56,7 +56,7 @@ def open_trials(workload: Workload, memory_budget: str) -> tuple[Trials, list[Se
         found = find_limit(process, options, share=TARGET, home=Path(home), progress=Progress())
     limit = found.probe.micro_batch
     axes, _ = applicable(look_at_workload(setup, limit, 1000, None), KNOBS)
-    return Trials(process=process, limit=limit, cap=TARGET, samples=TARGET), axes
+    return Trials(process=process, limit=limit, samples=TARGET), axes
 
 
 def speed_ratio(trials: Trials, changed: Configuration) -> float:

@@ -19,6 +19,7 @@ Configuration = Mapping[str, Value]
 SPLIT = "micro_batch_shift"
 PRECISION = "precision"
 CHECKPOINTING = "checkpointing"
+"""No choice of the tuner: `autobatch.estimates` says what would fit with it."""
 COMPILE = "compile"
 CHANNELS_LAST = "channels_last"
 OPTIMIZER = "optimizer"
@@ -26,7 +27,6 @@ LOADER_WORKERS = "loader_workers"
 KNOBS = {
     SPLIT: "the micro-batch is a single sample",
     PRECISION: "--precision was given, or the device has only one native precision",
-    CHECKPOINTING: "the model has no repeated blocks in a ModuleList or a Sequential",
     COMPILE: "torch.compile does not work here",
     CHANNELS_LAST: "the model has no 4-D weights, or its batches have no 4-D tensors",
     OPTIMIZER: "the workload's optimizer has only one implementation, or the workload chose it",
@@ -34,8 +34,8 @@ KNOBS = {
 }
 """Names of the knobs, and the reason why each may not apply, unless the context knows a better one."""
 EXACT = (SPLIT, LOADER_WORKERS)
-"""Knobs of which no choice changes the memory of a micro-batch, or a result by rounding. Others have a limit
-for each choice, and are tuned only if the user names them. Workers draw other random numbers."""
+"""Knobs of which no choice changes the memory of a micro-batch, or a result by rounding. Others are tuned
+only if the user names them. Workers draw other random numbers."""
 NOTICEABLE_S = 0.005
 """Seconds that loading a micro-batch must take before workers are tuned by default: handing one over takes a
 millisecond."""
@@ -50,8 +50,6 @@ class TuningContext(NamedTuple):
     """Precisions that the device computes in natively, the default first; only one if the user chose it."""
     optimizers: tuple[str, ...]
     """Implementations of the workload's optimizer to choose from, ``default`` first."""
-    blocks: int
-    """Number of repeated blocks of the model."""
     images: bool
     """True if the model has 4-D weights and its batches 4-D tensors."""
     compiler: str | None
@@ -76,7 +74,6 @@ class TuningContext(NamedTuple):
             # Times that the micro-batch is halved: the largest that fits is not always the fastest.
             SPLIT: tuple(range(min(4, self.micro_batch.bit_length()))),
             PRECISION: self.precisions,
-            CHECKPOINTING: ("none", "full") if self.blocks else (),
             COMPILE: ("off", "default", "reduce-overhead")[: 2 + self.gains_from_compile],
             CHANNELS_LAST: (False, True) if self.images else (),
             OPTIMIZER: self.optimizers,
@@ -144,8 +141,3 @@ def _axes(here: TuningContext, names: Iterable[str]) -> list[SearchAxis]:
 def defaults(axes: Sequence[SearchAxis]) -> dict[str, Value]:
     """Return every knob at its default."""
     return {axis.name: axis.choices[0] for axis in axes}
-
-
-def memory_signature(values: Configuration) -> dict[str, Value]:
-    """Return the part of a configuration that changes how large a micro-batch fits."""
-    return {name: values[name] for name in KNOBS if name in values and name not in EXACT}

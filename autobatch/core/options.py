@@ -216,7 +216,7 @@ OPTIONS = {
         "trials": Option("Configurations to measure, 0 for none. Without it: 8, or fewer in fit."),
         "timeout": Option("Start no trial after this time.", "SECONDS", rare=True),
         "knobs": Option(
-            "Knobs to tune, as precision,checkpointing. Without it: all that pay off and change no number.",
+            "Knobs to tune, as precision,optimizer. Without it: all that pay off and change no number.",
             "NAMES",
             rare=True,
             check=parse_knobs,

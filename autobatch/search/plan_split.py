@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.knobs import COMPILE, PRECISION, memory_signature
+from autobatch.core.knobs import COMPILE, PRECISION
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, SizeCut
@@ -69,7 +69,7 @@ def choose_split(
     progress.doing("choosing how batches are split")
     # Above an error for another reason than memory, no micro-batch runs.
     cap = probe.micro_batch if probe.upper_bound_by == "error" else plan.target_batch
-    is_probed = probe.precision in (None, plan.precision) and not memory_signature(plan.knobs)
+    is_probed = probe.precision in (None, plan.precision) and not plan.knobs
     # The split by size is checked against batches of the run on its own.
     alone = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
     limits = alone if is_probed else plan.micro_batch, min(cap, options.max_micro_batch or cap)

@@ -201,15 +201,13 @@ class Tuner:
         Raises:
             AutobatchError: the study failed, or the workload does not run with every knob at its default.
         """
-        options, info = self.options, self.process.info
-        caps = (options.target_batch, options.max_micro_batch, info.samples)
+        asked = self.options.workers
         trials = Trials(
             process=self.process,
             limit=plan.micro_batch,
             multiple=plan.multiple,
-            cap=min(cap for cap in caps if cap is not None),
             samples=sum(plan.micro_batches),
-            workers=info.workers if options.workers is None else options.workers,
+            workers=self.process.info.workers if asked is None else asked,
         )
         tuning = self.ranks.once(lambda: self._search(trials).find())
         confirmed = self.ranks.gather(trials.confirm(tuning.changes)) if tuning.changes else []

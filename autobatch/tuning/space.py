@@ -7,7 +7,6 @@ import torch
 from autobatch.core.knobs import Configuration, TuningContext, Value
 from autobatch.device.host import usable_cores
 from autobatch.rehearsal.setup import Setup
-from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state
@@ -32,7 +31,6 @@ def look_at_workload(
     return TuningContext(
         precisions=(setup.precision, *(name for name in others if name != setup.precision)),
         optimizers=_implementations(setup),
-        blocks=len(find_blocks(setup.model)),
         images=any(p.dim() == 4 for p in setup.model.parameters())
         and any(t.dim() == 4 for t in tensors_of(setup.worst_case.batch(2))),
         compiler=device.compiler_missing,

@@ -1,6 +1,4 @@
-"""Trials: the micro-batch that a configuration allows, and its speed.
-
-    configuration ──► largest micro-batch ──► seconds per step
+"""Trials: the speed of a configuration, at the micro-batch of the plan or at a part of it.
 
 A configuration lists only the knobs that are not at their default. An error makes it infeasible, also memory
 that runs out, or a child process that crashes. Without any change, an error of the workload is its own and is
@@ -13,20 +11,17 @@ import math
 import statistics
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import COMPILE, LOADER_WORKERS, SPLIT, Configuration, memory_signature
+from autobatch.core.knobs import COMPILE, LOADER_WORKERS, SPLIT, Configuration
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess
 from autobatch.rehearsal.rehearsal import Batch, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup, with_knobs
-from autobatch.search.probe import find_largest
-from autobatch.search.saved import SavedLimit
 from autobatch.step.whole_batch import batch_samples
 from autobatch.tuning.compare import Measurement
 from autobatch.workload.contract import Workload
@@ -49,13 +44,11 @@ ENDLESS = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Trials in the process that holds the setup, with the limits that they share."""
+    """Trials in the process that holds the setup."""
 
     process: SetupProcess
     limit: int
     """The largest micro-batch that fits with every knob at its default."""
-    cap: int
-    """The largest micro-batch that any configuration may use."""
     samples: int
     """Samples of an optimizer step on one rank."""
     multiple: int = 1
@@ -63,8 +56,6 @@ class Trials:
     seconds: float = ROUND_SECONDS
     workers: int | None = None
     """Loader workers that were asked for; None if none were."""
-    limits: dict[str, int] = field(default_factory=dict)
-    """Limits of the configurations that were tried, by the changes that memory depends on."""
 
     def measure(self, changed: Configuration) -> Measurement:
         """Time the steps of a configuration.
@@ -79,29 +70,16 @@ class Trials:
 
     def confirm(self, changed: Configuration) -> int | str:
         """Return the micro-batch of a configuration that runs within the budget, else the reason."""
+        size = self.micro_batch(changed)
         try:
-            size = self.micro_batch(changed)
             ran = self._call(attempt, changed, size).attempt
         except Infeasible as reason:
             return str(reason)
         return size if ran.fits else str(ran.reason)
 
     def micro_batch(self, changed: Configuration) -> int:
-        """Return the micro-batch of a configuration: the even split at its limit, halved as it says.
-
-        A compiled model takes what fits without the compiler, because each size compiles anew.
-
-        Raises:
-            Infeasible: not even a micro-batch of 1 fits.
-        """
-        memory = {name: value for name, value in memory_signature(changed).items() if name != COMPILE}
-        key = str(memory)
-        if memory and key not in self.limits:
-            self.limits[key] = self._call(largest_of, memory, self.cap, self.limit, self.multiple)
-        limit = self.limits[key] if memory else self.limit
-        if not limit:
-            raise Infeasible("not even a micro-batch of 1 fits")
-        size = micro_batches(self.samples, limit, self.multiple)[0]
+        """Return the micro-batch of a configuration: the even split of the plan, halved as it says."""
+        size = micro_batches(self.samples, self.limit, self.multiple)[0]
         return self.multiple * max(1, size // self.multiple >> int(changed.get(SPLIT) or 0))
 
     def _call(self, function: Callable[..., Any], changed: Configuration, *args: Any) -> Any:
@@ -129,15 +107,6 @@ def call_with(
 
 def _with_knobs(setup: Setup, function: Callable[..., Any], values: Configuration, *args: Any) -> Any:
     return function(with_knobs(setup, values), *args)
-
-
-def largest_of(setup: Setup, cap: int, guess: int, multiple: int) -> int:
-    """Return the largest micro-batch up to a cap that runs within the enforced budget; 0 if none does."""
-    allocator, run = setup.device.new_allocator, partial(attempt, setup)
-    known = SavedLimit(micro_batch=guess)
-    return find_largest(
-        run, {"max_micro_batch": cap}, allocator, multiple=multiple, known=known
-    ).probe.micro_batch
 
 
 def time_steps(setup: Setup, sizes: list[int], seconds: float, workers: int) -> float:

@@ -9,7 +9,6 @@ from autobatch.core.knobs import TuningContext, applicable, offered
 BARE = TuningContext(
     precisions=("fp32",),
     optimizers=("default",),
-    blocks=0,
     images=False,
     compiler="no compiler",
     micro_batch=1,
@@ -18,7 +17,6 @@ BARE = TuningContext(
 GPU = BARE._replace(
     precisions=("fp32", "bf16"),
     optimizers=("default", "fused"),
-    blocks=12,
     images=True,
     compiler=None,
     micro_batch=64,
@@ -31,7 +29,6 @@ CORES = BARE._replace(cores=7, fetch_seconds=0.005)
 DEFAULTS = {
     "micro_batch_shift": 0,
     "precision": "fp32",
-    "checkpointing": "none",
     "compile": "off",
     "channels_last": False,
     "optimizer": "default",
@@ -69,7 +66,7 @@ def test_what_is_tuned_follows_from_the_device_the_workload_and_the_run(here, as
 
 def test_what_changes_numbers_is_only_offered_unasked() -> None:
     assert {axis.name for axis in applicable(GPU)[0]} == {"micro_batch_shift", "loader_workers"}
-    changing = {"precision", "checkpointing", "channels_last", "optimizer"}
+    changing = {"precision", "channels_last", "optimizer"}
     assert {axis.name for axis in offered(GPU)} == changing | {"compile"}
     for here in (CPU, GPU._replace(planned_steps=60)):
         assert {axis.name for axis in offered(here)} == changing

@@ -52,5 +52,3 @@ def test_allocations_and_completed_frees_become_events() -> None:
 
 
 COMMON, OF_A_GRAPH = {"segment_pool_id": (0, 0)}, {"segment_pool_id": (0, 3)}
-
-

@@ -200,5 +200,3 @@ def test_an_unpredictable_step_has_a_reason_in_one_line(forward, words) -> None:
     with pytest.raises(Unpredictable, match=words) as caught:
         footprint(case(forward))
     assert "\n" not in str(caught.value)
-
-

@@ -42,7 +42,6 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
 def test_numbers_that_nobody_asked_to_change_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A device that computes in bf16 a hundred times faster trains in fp32, and bf16 is offered."""
     monkeypatch.setattr(CpuDevice, "native_precisions", lambda _: ("bf16", "fp32"))
-    monkeypatch.setattr(trial, "largest_of", lambda *_: 8)
     times = lambda setup, *_: 0.01 if setup.precision == "bf16" else 1.0  # noqa: E731
     monkeypatch.setattr(trial, "time_steps", times)
     options: dict[str, Any] = {"target_batch": 48, "device": "cpu", "trials": 4}

@@ -56,5 +56,3 @@ def test_an_error_above_a_size_that_fits_bounds_the_search(error: Exception) -> 
     failed = {run.micro_batch: run.reason for run in found.attempts if run.is_error}
     assert min(failed) == 500
     assert {*failed.values()} == {str(error).splitlines()[0]}
-
-

@@ -33,7 +33,7 @@ from tests.support.training import Rows, make_setup, make_workload, mean_loss, p
 AXES = [
     SearchAxis("micro_batch_shift", (0, 1, 2, 3)),
     SearchAxis("precision", ("fp32", "bf16")),
-    SearchAxis("checkpointing", ("none", "full")),
+    SearchAxis("channels_last", (False, True)),
     SearchAxis("optimizer", ("default", "foreach", "fused")),
 ]
 
@@ -42,8 +42,8 @@ def speed_of(values: Any) -> float:
     """Return samples per second: bf16 and half the micro-batch are faster, most else is slower."""
     shift = [1.0, 1.1, 0.9, 0.7][int(values.get("micro_batch_shift", 0))]
     precision = 1.5 if values.get("precision") == "bf16" else 1.0
-    checkpointing = 0.7 if values.get("checkpointing") == "full" else 1.0
-    return 1000 * shift * precision * checkpointing * (1.06 if values.get("optimizer") == "fused" else 1.0)
+    layout = 0.7 if values.get("channels_last") else 1.0
+    return 1000 * shift * precision * layout * (1.06 if values.get("optimizer") == "fused" else 1.0)
 
 
 @dataclass
@@ -127,7 +127,7 @@ def trial_setup(
 
 def make_trials(made: Setup, **fields: Any) -> Trials:
     """Return trials in this process."""
-    known = {"limit": 8, "cap": 64, "samples": 64, "seconds": 0.0}
+    known = {"limit": 8, "samples": 64, "seconds": 0.0}
     return Trials(process=ThisProcess(made), **(known | fields))
 
 

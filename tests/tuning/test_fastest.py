@@ -188,7 +188,7 @@ def test_a_choice_is_taken_only_if_it_runs_on_every_rank(
     planned, tuning = replace(tuner, ranks=TwoRanks(reason)).tune(plan)
     if reason is None:
         assert (planned.knobs, planned.effective_batch) == ({"optimizer": "foreach"}, 20)
-        assert (planned.micro_batches, tuning) == ([5, 5], chosen)
+        assert (planned.micro_batches, tuning) == ([2] * 5, chosen)
     else:
         assert (planned, tuning.changes, tuning.low) == (plan, {}, None)
         assert reason in progress.notes[0]

@@ -14,9 +14,8 @@ from torch import nn
 from autobatch.core.errors import Infeasible
 from autobatch.core.options import Options
 from autobatch.planning import make_plan
-from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import open_process
-from autobatch.rehearsal.setup import Role, with_knobs
+from autobatch.rehearsal.setup import Role
 from autobatch.tuning.learning_rate import short_run
 from autobatch.tuning.trial import Trials, call_with
 from autobatch.workload.rng import capture_random_state
@@ -63,7 +62,7 @@ def test_a_trial_leaves_nothing_behind() -> None:
     with_gradients(made.model)
     before = fingerprint(made.model)
     trials = make_trials(made)
-    for values in ({}, {"checkpointing": "full", "optimizer": "fused", "precision": "bf16"}):
+    for values in ({}, {"optimizer": "fused", "precision": "bf16"}):
         assert trials.measure(values).samples_per_s > 0
     assert fingerprint(made.model) == before
 
@@ -133,7 +132,7 @@ def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasibl
     settings = Options().with_values(device="cpu", memory_budget="64MiB")
     plan = partial(make_plan, target_batch=32, micro_batch_limit=8)
     with open_process(f"{path}:workload", settings, Role(), isolated=True) as child:
-        fields = {"limit": 8, "cap": 32, "samples": 32, "seconds": 0.0}
+        fields = {"limit": 8, "samples": 32, "seconds": 0.0}
         trials = Trials(process=child, **fields)  # type: ignore[arg-type]
         assert "(SIGSEGV)" in why_not(trials, {"precision": "bf16"})
         assert trials.measure({"loader_workers": 2}).micro_batch == 8
@@ -148,18 +147,6 @@ def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasibl
 def test_the_micro_batch_is_the_even_split_halved() -> None:
     trials = make_trials(trial_setup(), limit=6)
     assert [trials.confirm({"micro_batch_shift": shift}) for shift in range(4)] == [6, 3, 1, 1]
-
-
-def test_a_configuration_that_needs_less_memory_gets_a_larger_micro_batch_that_fits() -> None:
-    made = trial_setup(budget=400_000, samples=512)
-    trials, values = make_trials(made, cap=512, samples=512), {"checkpointing": "full"}
-    size = trials.confirm(values)
-    assert attempt(with_knobs(made, values), size).attempt.fits
-    assert not attempt(made, size).attempt.fits
-    assert (
-        why_not(make_trials(trial_setup(budget=60_000), limit=1), {"optimizer": "foreach"})
-        == "not even a micro-batch of 1 fits"
-    )
 
 
 # Losses.
