@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,16 +54,31 @@ class FakeCuda:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let torch and NVML answer for this GPU."""
-        for name in vars(FakeCuda):
-            if not name.startswith("_") and name != "install":
-                monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda *_: self.snapshot)
-        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self._record)
-        monkeypatch.setattr(
-            torch.accelerator, "empty_host_cache", lambda: self.calls.append("unpin"), raising=False
-        )
-        clear = "_cuda_clearCublasWorkspaces"
-        monkeypatch.setattr(torch._C, clear, lambda: self.calls.append("clear"), raising=False)
+        answers: dict[str, Callable[..., Any]] = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "device": self._device,
+            "synchronize": self._synchronize,
+            "get_allocator_backend": lambda: self.backend,
+            "get_device_properties": self._properties,
+            "memory_allocated": lambda _: self.held,
+            "memory_reserved": lambda _: self.figures["reserved_bytes.all.current"],
+            "memory_stats_as_nested_dict": self._stats,
+            "reset_peak_memory_stats": lambda _: self.calls.append("reset"),
+            "empty_cache": lambda: self._call("empty"),
+            "mem_get_info": lambda _: (self.driver_free, 24 * GiB),
+            "set_per_process_memory_fraction": self._allow,
+            "get_per_process_memory_fraction": lambda _: self.allowed / self.total,
+            "memory._snapshot": lambda *_: self.snapshot,
+            "memory._record_memory_history": self._record,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(f"torch.cuda.{name}", answer)
+        for name, call in (
+            ("accelerator.empty_host_cache", "unpin"),
+            ("_C._cuda_clearCublasWorkspaces", "clear"),
+        ):
+            monkeypatch.setattr(f"torch.{name}", partial(self.calls.append, call), raising=False)
         monkeypatch.setattr("sys.platform", "linux")
         monkeypatch.setattr(nvml, "read_gpu", lambda uuid: self.nvml())
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -71,70 +87,37 @@ class FakeCuda:
     def _record(self, *, enabled: str | None, **_: object) -> None:
         self.is_recording = enabled is not None
 
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def get_allocator_backend(self) -> str:
-        return self.backend
-
-    def get_device_properties(self, index: int) -> SimpleNamespace:
+    def _properties(self, index: int) -> SimpleNamespace:
         major, minor = self.capability
-        return SimpleNamespace(
-            name="Alpha",
-            total_memory=self.total,
-            uuid="a1",
-            major=major,
-            minor=minor,
-        )
+        return SimpleNamespace(name="Alpha", total_memory=self.total, uuid="a1", major=major, minor=minor)
 
     @contextmanager
-    def device(self, index: int) -> Iterator[None]:
+    def _device(self, index: int) -> Iterator[None]:
         before, self.current = self.current, index
         yield
         self.current = before
 
-    def synchronize(self, index: int) -> None:
+    def _synchronize(self, index: int) -> None:
         if self.refused:
             raise torch.AcceleratorError(self.refused)
         self.initialized = True
         self.waits += 1
 
-    def memory_allocated(self, index: int) -> int:
-        return self.held
-
-    def memory_reserved(self, index: int) -> int:
-        return self.figures["reserved_bytes.all.current"]
-
-    def memory_stats_as_nested_dict(self, index: int) -> dict[str, Any]:
+    def _stats(self, index: int) -> dict[str, Any]:
         nested: dict[str, Any] = {"num_alloc_retries": self.figures["num_alloc_retries"]}
         nested["active"] = {"all": {"allocated": self.events_so_far, "freed": 5}}
         for kind in ("allocated_bytes", "reserved_bytes"):
-            nested[kind] = {"all": {one: self.figures[f"{kind}.all.{one}"] for one in ("current", "peak")}}
+            nested[kind] = {"all": {at: self.figures[f"{kind}.all.{at}"] for at in ("current", "peak")}}
         return nested
 
-    def reset_peak_memory_stats(self, index: int) -> None:
-        self.calls.append("reset")
-
-    def empty_cache(self) -> None:
-        self._reach()
-        self.calls.append("empty")
-
-    def mem_get_info(self, index: int) -> tuple[int, int]:
-        return self.driver_free, 24 * GiB
-
-    def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
+    def _allow(self, fraction: float, index: int) -> None:
         assert isinstance(fraction, float)
-        self._reach()
         # As the allocator computes it: static_cast<size_t>(fraction * double(total)).
-        self.allowed = int(fraction * float(self.total))
-        self.calls.append(f"allow {self.allowed}")
+        allowed = int(fraction * float(self.total))
+        self._call(f"allow {allowed}")
+        self.allowed = allowed
 
-    def get_per_process_memory_fraction(self, index: int) -> float:
-        return self.allowed / self.total
-
-    def _reach(self) -> None:
+    def _call(self, name: str) -> None:
         if self.lost:
             raise RuntimeError(self.lost)
+        self.calls.append(name)

@@ -18,10 +18,9 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 
+import safetensors.torch  # noqa: F401, a writer imports it: most kills would hit that
 import torch
 
 from autobatch import Progress
@@ -56,23 +55,22 @@ def child(folder: Path, workers: int | None) -> None:
     resumed = load_newest(folder / "checkpoints")
     if resumed is not None:
         restore_loop(loop, resumed.state, same_hardware=True)
-    settings = RunFiles(
-        out=folder, options=as_options("fit", target_batch=1, checkpoint_every=1, keep_last=2)
-    )
-    with open_feed(
-        workload, loop.sampler, workers=workers or 0, seeds_samples=workers is not None
-    ) as loop.feed:
-        train(loop, settings, Acknowledging(folder / "acknowledged"), resumed)
+    asked = as_options("fit", target_batch=1, checkpoint_every=1, keep_last=2)
+    files, progress = RunFiles(out=folder, options=asked), Acknowledging(folder / "acknowledged")
+    seeded = {"workers": workers or 0, "seeds_samples": workers is not None}
+    with open_feed(workload, loop.sampler, **seeded) as loop.feed:
+        train(loop, files, progress, resumed)
     assert loop.train_state.average is not None
     (folder / "done").write_text(fingerprint(loop.train_state.model, *loop.train_state.average.tensors()))
 
 
 def forked(folder: Path, workers: int | None) -> int:
+    """Start a child, and return its process id."""
+    folder.mkdir(exist_ok=True, parents=True)
     pid = os.fork()
     if pid == 0:
         status = 1
-        # A reader of the output of this program does not wait for a worker that outlives a killed child.
-        os.dup2(2, 1)
+        os.dup2(2, 1)  # whoever reads this program does not wait for a worker that outlives a killed child
         try:
             child(folder, workers)
             status = 0
@@ -83,22 +81,16 @@ def forked(folder: Path, workers: int | None) -> int:
 
 def check(folder: Path) -> None:
     """Check that no acknowledged checkpoint is lost."""
-    lines = (folder / "acknowledged").read_text().splitlines() if (folder / "acknowledged").exists() else []
-    acknowledged = max((int(line) for line in lines), default=0)
-    found = load_newest(folder / "checkpoints")
-    step = 0 if found is None else found.state["counters"]["batches_seen"]
+    path = folder / "acknowledged"
+    acknowledged = int(path.read_text().split()[-1]) if path.exists() and path.stat().st_size else 0
+    newest = load_newest(folder / "checkpoints")
+    step = 0 if newest is None else newest.state["counters"]["batches_seen"]
     assert step >= acknowledged, f"{step} < {acknowledged}"
-    assert found is None or not found.passed_over, found.passed_over
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of what its killed children leave behind."""
-    if sys.platform == "linux":
-        assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+    assert newest is None or not newest.passed_over, newest.passed_over
 
 
 def check_orphans() -> None:
-    """Check that every loader worker of a killed child ends too."""
+    """Check that every loader worker of a killed child, whose parent this process is then, ends too."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
@@ -110,26 +102,19 @@ def check_orphans() -> None:
 
 
 def main(root: Path, kills: int, seed: int, *, fed: bool) -> None:
+    """Kill so many children, and compare each run that ends with one that nothing disturbed."""
     torch.set_num_threads(1)
-    adopt_orphans()
-    # The first optimizer and the writers import many modules: do it once, or most kills would hit an import.
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    for name in ("safetensors.torch", "multiprocessing.sharedctypes"):
-        with suppress(ImportError):
-            import_module(name)
-    # Each killed child would leave one of its own.
-    multiprocessing.util.get_temp_dir()
-    draw = random.Random(seed)
-    straight = root / "straight"
-    straight.mkdir(parents=True)
-    start = time.monotonic()
-    assert os.waitpid(forked(straight, 0 if fed else None), 0)[1] == 0
+    if sys.platform == "linux":
+        assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # the first optimizer imports many modules
+    multiprocessing.util.get_temp_dir()  # each killed child would leave one of its own
+    draw, start = random.Random(seed), time.monotonic()
+    assert os.waitpid(forked(root / "straight", 0 if fed else None), 0)[1] == 0
     whole = time.monotonic() - start
-    expected = (straight / "done").read_text()
+    expected = (root / "straight" / "done").read_text()
     killed = finished = 0
     folder = root / "killed"
     while killed < kills or not finished:
-        folder.mkdir(exist_ok=True)
         pid = forked(folder, draw.choice([0, 1, 2]) if fed else None)
         if killed < kills:
             time.sleep(draw.uniform(0, whole / 2))
@@ -138,21 +123,16 @@ def main(root: Path, kills: int, seed: int, *, fed: bool) -> None:
         if os.WIFSIGNALED(status):
             killed += 1
             check(folder)
-            tell(killed, finished)
-            continue
-        assert status == 0
-        assert (folder / "done").read_text() == expected
-        assert len((folder / "metrics.jsonl").read_text().splitlines()) == STEPS
-        assert not [p for p in (folder / "checkpoints").iterdir() if "tmp" in p.name]
-        finished += 1
-        shutil.rmtree(folder)
+        else:
+            assert status == 0
+            assert (folder / "done").read_text() == expected
+            assert len((folder / "metrics.jsonl").read_text().splitlines()) == STEPS
+            assert not [path for path in (folder / "checkpoints").iterdir() if "tmp" in path.name]
+            finished += 1
+            shutil.rmtree(folder)
+        sys.stdout.write(json.dumps({"killed": killed, "finished": finished}) + "\n")
+        sys.stdout.flush()
     check_orphans()
-    tell(killed, finished)
-
-
-def tell(killed: int, finished: int) -> None:
-    sys.stdout.write(json.dumps({"killed": killed, "finished": finished}) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":
