@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import random
 import sys
@@ -15,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.leftovers import no_leftovers
-from tests.support.rank_server import RankServer, rank_server
+from tests.support.rank_server import RankServer, rank_server, warm_context
 
 SEED = 271828
 """Of what a test draws with no seed of its own."""
-GROUPS = {"server": "ranks", "warm_children": "children"}
-"""Fixtures that start a server of processes, which takes seconds: all tests with one run in one worker."""
+WARM = {"server", "warm_children"}
+"""Fixtures that fork from a process with torch, whose start takes seconds: one worker runs their tests."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let each server start, and each import for fake tensors happen, in one worker only."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        groups = [GROUPS[name] for name in GROUPS if name in fixtures]
+        groups = ["ranks"] if WARM & {*fixtures} else []
         if item.path.parent.name == "estimates":
             groups.append("fakes")
         if groups and item.get_closest_marker("xdist_group") is None:
@@ -140,9 +139,7 @@ def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from autobatch.rehearsal import process
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.warm_children"])
-    monkeypatch.setattr(process, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
+    monkeypatch.setattr(process, "multiprocessing", SimpleNamespace(get_context=lambda _: warm_context()))
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from autobatch.core.units import GiB, MiB
 from autobatch.device.profiles import load_profile, read_profile
-from benchmarks.gpu import claims, commands, keep
+from benchmarks.gpu import claims, keep
 from benchmarks.gpu.__main__ import measure
 from benchmarks.gpu.work import BEGUN, CUT, DONE, FAILED, FILE, LOST, Journal, Unit, work
 
@@ -76,25 +74,6 @@ def test_a_process_that_dies_before_its_first_unit_is_not_started_again(tmp_path
     assert measure(command, Journal(tmp_path), time.time() + 60) is False
 
 
-@pytest.mark.program
-def test_the_end_of_the_time_ends_the_processes_of_a_unit_too(tmp_path, monkeypatch):
-    journal, started = Journal(tmp_path), tmp_path / "pid"
-    clock = SimpleNamespace(time=lambda: 90.0 if started.exists() and started.stat().st_size else 0.0)
-    monkeypatch.setattr("benchmarks.gpu.__main__.time", clock)
-    child = BEGINS + (
-        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
-        "(folder / 'pid').write_text(str(p.pid)); time.sleep(600)"
-    )
-    assert measure([sys.executable, "-c", child, str(tmp_path)], journal, 60.0) is False
-    assert journal.rows()[-1]["status"] == CUT
-    process = Path("/proc", started.read_text())
-    for _ in range(500):  # the kernel reaps it when it likes
-        if not process.exists() or "Z" in (process / "stat").read_text().split()[2]:
-            return
-        time.sleep(0.01)
-    pytest.fail("the process of the unit still runs")
-
-
 def test_a_table_by_hand():
     limit = {"exact": True, "runs": 3, "errors": 1}
     replay = {"allocations": 7, "same": 6, "peak_bytes": 5, "model_peak_bytes": 5}
@@ -130,10 +109,3 @@ def test_measured_figures_enter_a_profile(tmp_path):
     assert (after.total.value, after.total.measured) == (150_000_000_000, True)
     assert after.context.value == 700
     assert (tmp_path / "kept/nvidia-h200-torch-2.11.0/gpt-4.csv.gz").exists()
-
-
-def test_a_command_that_fails_is_a_failure_with_its_last_words(monkeypatch):
-    said = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nModuleNotFoundError: msgspec\n")
-    monkeypatch.setattr(commands.subprocess, "run", lambda *_, **__: said)
-    with pytest.raises(RuntimeError, match=r"exit 1 of fit .*\n(.*\n)*ModuleNotFoundError: msgspec"):
-        commands.demo()

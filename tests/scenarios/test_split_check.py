@@ -45,21 +45,6 @@ def test_a_plan_notes_a_loss_that_cannot_be_split() -> None:
         assert all(text in note for note, text in zip(found, expected, strict=True))
 
 
-def test_a_tuned_fit_refuses_the_loss_before_its_trials(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("autobatch.tuning.fastest.Tuner.tune", lambda *_: pytest.fail("trials ran"))
-    fields, wrong, _, cause = PAIRS["masked tokens"]
-    with pytest.raises(InputError, match=cause):
-        autobatch.fit(
-            make_workload(**fields, loss=wrong),
-            target_batch=64,
-            max_micro_batch=16,
-            trials=2,
-            device="cpu",
-            memory_budget="64MiB",
-            out=str(tmp_path / "run"),
-        )
-
-
 def ragged_text(length: int = 40) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(4, length, (160,), generator=draw)

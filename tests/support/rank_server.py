@@ -1,7 +1,7 @@
 """Ranks for tests: processes forked from one warm server, which meet at a store that outlives them.
 
-Importing torch takes seconds, and a fork of a process that has imported them takes none. The server
-never runs backward, after which a fork cannot train. It keeps the store, as torchrun's agent does.
+Importing torch takes seconds, and a fork of a process that has imported it takes none. The server keeps the
+store, as torchrun's agent does.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, NamedTuple
@@ -30,6 +31,13 @@ SECONDS = 120.0
 """Wall limit of a case; all of its ranks are killed then."""
 START_SECONDS = 400.0
 """Wall limit of the imports of the server, which take 10 seconds on an idle machine."""
+
+
+def warm_context() -> ForkServerContext:
+    """Fork from a process that has torch and has never run backward, after which a fork cannot train."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.warm_children"])
+    return context
 
 
 class Ended(NamedTuple):
@@ -47,7 +55,7 @@ class RankServer:
     """A server of ranks, in a process of its own."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = warm_context()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
@@ -123,8 +131,7 @@ def rank_server() -> Iterator[RankServer]:
 
 
 def _serve(connection: Connection) -> None:
-    import torch
-    import torch.distributed.checkpoint
+    import torch.distributed.checkpoint  # noqa: F401
 
     # What a run imports when it first needs it.
     import autobatch.api
@@ -135,12 +142,9 @@ def _serve(connection: Connection) -> None:
         for module in walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
 
-    torch.set_num_threads(1)
     # As in the tests of one process, nothing waits for a disk or draws a picture.
     os.fsync = lambda _: None
     autobatch.report.charts._svg = lambda *_: '<svg viewBox="0 0 1 1"></svg>'
-    # The first optimizer of a process imports many modules.
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     # A collection in a rank would write to every object of the imports, and so copy their memory.
     gc.collect()
     gc.freeze()
