@@ -14,7 +14,7 @@ from contextlib import suppress
 import msgspec
 
 from autobatch.api.run import Run, check_data_of_ranks
-from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
+from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.records import Plan, Remedy, Tuning
 from autobatch.distributed.rank_plan import agree_on_limit
 from autobatch.distributed.ranks import launched_world
@@ -29,7 +29,7 @@ from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split
 from autobatch.search.probe import Limit
 from autobatch.training.batchnorm import statistics_notes
-from autobatch.training.split_check import ANYWAY, SHARED, Finding, examine
+from autobatch.training.split_check import SHARED, Finding, examine
 
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
@@ -192,11 +192,9 @@ def _check_loss(run: Run) -> None:
         finding = run.setup.call("the check of the loss", examine, planned.micro_batch)
     except AutobatchError as error:
         finding = Finding(unchecked=str(error))
-    is_split = planned.accumulation_steps > 1
-    if finding.fault is not None and is_split and asked == "error":
-        raise InputError(f"{finding.fault}. {ANYWAY}")
-    for line in finding.notes(is_split=is_split) if run.options.command != "fit" else []:
-        run.progress.note(line)
+    for line in finding.notes(asked, is_split=planned.accumulation_steps > 1):
+        if run.options.command != "fit":
+            run.progress.note(line)
 
 
 def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:

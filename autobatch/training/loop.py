@@ -273,43 +273,36 @@ class Loop:
         """
         is_smallest = oom.size == 1 or oom.smaller >= self.micro_batch
         self.micro_batch = min(self.micro_batch, oom.smaller)
-        if oom.is_intact and not oom.is_fatal and not is_smallest:
-            return
+        if is_smallest:
+            raise self._end(batch, oom)
+        if oom.is_fatal:
+            raise self._end(batch, oom, ", in the driver, after which this process cannot continue")
+        if not oom.is_intact:
+            why = ", where the batch cannot run again, because the forward pass changed a large buffer"
+            raise self._end(batch, oom, why)
+
+    def _end_in_step(self, batch: GlobalBatch, oom: OutOfMemory) -> AutobatchError:
+        """Return the error of a run that ends because other ranks, or the weights, may have moved on."""
+        self.micro_batch = oom.smaller
+        if not self.engine.is_alone and oom.size > 1:
+            return self._end(batch, oom, ", for which the other ranks of the sharded model wait")
+        return self._end(batch, oom, ", inside the optimizer step, which may have moved part of the weights")
+
+    def _end(self, batch: GlobalBatch, oom: OutOfMemory, why: str = "") -> AutobatchError:
+        """Return the error of a run that memory ends; a restart in smaller micro-batches may leave more room.
+
+        ``why`` rules out another attempt in this process; empty if there is no smaller micro-batch.
+        """
         message, held = oom.message.rstrip("."), self.meter.stats().allocated_bytes
         if self.held_early and held:
             message += f"; held between steps: {self.held_early}, {format_bytes(held)} now"
-        where = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}"
-        if is_smallest:
-            is_whole = isinstance(self.train_state.loss, WholeBatchLoss)
-            smaller = "a smaller --target-batch, " if is_whole else ""
-            raise DoesNotFitError(
-                f"{where}: {message}; what would help: a larger --memory-budget, {smaller}--precision bf16, "
-                "activation checkpointing"
-            )
-        why = (
-            "in the driver, after which this process cannot continue"
-            if oom.is_fatal
-            else "where the batch cannot run again, because the forward pass changed a large buffer"
-        )
-        raise RestartSmallerError(f"{where}, {why}: {message}")
-
-    def _end_in_step(self, batch: GlobalBatch, oom: OutOfMemory) -> AutobatchError:
-        """Return the error of a run that ends because other ranks, or the weights, may have moved on.
-
-        A restart in smaller micro-batches, down to 1, may leave more room for the optimizer step.
-        """
-        self.micro_batch = oom.smaller
-        where = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}"
-        if not self.engine.is_alone and oom.size > 1:
-            why = "for which the other ranks of the sharded model wait"
-        else:
-            why = "inside the optimizer step, which may have moved part of the weights"
-        line = f"{where}, {why}: {oom.message.rstrip('.')}"
-        if oom.size > 1:
+        line = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}{why}: {message}"
+        if why and oom.size > 1:
             return RestartSmallerError(line)
+        smaller = "a smaller --target-batch, " if isinstance(self.train_state.loss, WholeBatchLoss) else ""
         return DoesNotFitError(
-            f"{line}; what would help: a larger --memory-budget, a fused optimizer (fused=True), or one "
-            "with less state"
+            f"{line}; what would help: a larger --memory-budget, {smaller}--precision bf16, activation "
+            "checkpointing, a fused optimizer (fused=True) or one with less state"
         )
 
     def _check(self, batch: GlobalBatch, result: StepResult) -> None:

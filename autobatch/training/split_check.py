@@ -65,7 +65,6 @@ SHARED = (
     "not checked whether the loss can be split, because the ranks share the model: check it once in one "
     "process, on a smaller model"
 )
-ANYWAY = "To train anyway, use --split-check note"
 
 
 class Finding(NamedTuple):
@@ -76,11 +75,19 @@ class Finding(NamedTuple):
     unchecked: str | None = None
     """Reason why the check was not made, or hides a difference."""
 
-    def notes(self, *, is_split: bool) -> list[str]:
-        """Return what to tell the user about a run whose batches are split, or are one micro-batch each."""
-        if self.fault is not None:
+    def notes(self, asked: SplitCheck, *, is_split: bool) -> list[str]:
+        """Return what to tell the user about a run whose batches are split, or are one micro-batch each.
+
+        Raises:
+            InputError: batches are split, the loss cannot be, and the user asked for an error.
+        """
+        if self.fault is not None and not is_split:
             exact = "every batch is one micro-batch, which is exact as long as memory does not run out"
-            return [self.fault if is_split else f"{self.fault}. In this run {exact}"]
+            return [f"{self.fault}. In this run {exact}"]
+        if self.fault is not None and asked == "error":
+            raise InputError(f"{self.fault}. To train anyway, use --split-check note")
+        if self.fault is not None:
+            return [self.fault]
         if self.unchecked is None or not is_split:
             return []
         return [
@@ -126,9 +133,7 @@ def check_loss_splits(
     is_split = min(micro_batch, share_of(sampler.target_batch)) < sampler.target_batch
     finding = Finding() if check == "off" else examine(setup, micro_batch, first_samples(sampler))
     setup.device.release()
-    if finding.fault is not None and is_split and check == "error":
-        raise InputError(f"{finding.fault}. {ANYWAY}")
-    return [*notes, *finding.notes(is_split=is_split)]
+    return [*notes, *finding.notes(check, is_split=is_split)]
 
 
 def first_samples(sampler: GlobalBatchSampler) -> list[int]:

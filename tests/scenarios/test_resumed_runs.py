@@ -94,5 +94,5 @@ def test_a_run_that_is_always_out_of_memory_in_the_optimizer_ends_at_a_micro_bat
             start(fails=number > 0)
         codes.append(caught.value.exit_code)
     assert codes == [77, 77, 3]
-    assert "what would help: a larger --memory-budget, a fused optimizer" in str(caught.value)
+    assert "a fused optimizer" in str(caught.value)
     assert load_newest(tmp_path / "checkpoints").state["counters"]["batches_seen"] == 2
