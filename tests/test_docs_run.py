@@ -128,7 +128,7 @@ def reader() -> dict[str, Any]:
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("AUTOBATCH_DEVICE", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def run_page(page: Path, names: dict[str, Any]) -> int:

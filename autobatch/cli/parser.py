@@ -1,8 +1,7 @@
-"""The words of a command, a config file and environment variables become a workload and checked options.
+"""The words of a command and a config file become a workload and checked options.
 
-Later sources win: ``autobatch.toml`` (else ``[tool.autobatch]`` of ``pyproject.toml``), ``AUTOBATCH_…``
-variables, the command line. Every value keeps the name of its source, so that an error says where to correct
-it. `autobatch.core.options` declares the options and checks every value, wherever it was given.
+The command line wins over ``autobatch.toml``, or without it ``[tool.autobatch]`` of ``pyproject.toml``. An
+error says where to correct a value. `autobatch.core.options` declares the options and checks every value.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import read_toml
@@ -34,17 +33,6 @@ HELP_WORDS = frozenset({"-h", "--help", "--help-all"})
 HELP_COLUMN = 27
 LENGTHS = {"steps", "epochs"}
 """Options that exclude each other: those of the latest source count."""
-PREFIX = "AUTOBATCH_"
-NO_OPTIONS = frozenset({"AUTOBATCH_HOME", "AUTOBATCH_RECORDER", "AUTOBATCH_EARLIER_OUT"})
-"""Variables that begin with the prefix but are no options."""
-
-
-class Given(NamedTuple):
-    """Value of an option, with its source."""
-
-    value: Any
-    name: str
-    """Name of the option in its source: ``--steps``, ``AUTOBATCH_STEPS``, ``steps in autobatch.toml``."""
 
 
 def parse(name: str, words: Sequence[str]) -> tuple[str | None, Options]:
@@ -61,32 +49,34 @@ def parse(name: str, words: Sequence[str]) -> tuple[str | None, Options]:
 
 
 def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Options]:
-    """Return the workload and the options of a command, with those of all sources.
+    """Return the workload and the options of a command, those of the config file included.
 
     Args:
         name: the command.
         on_line: the values on the command line, by the names of their options there, and the ``WORKLOAD``.
 
     Raises:
-        InputError: a value is wrong, or an option in a file or in the environment is unknown.
+        InputError: a value is wrong, or an option in the file is unknown, or is in the environment.
     """
-    words = {
-        word.lstrip("-").replace("-", "_").lower(): Given(value, word) for word, value in on_line.items()
-    }
-    given: dict[str, Given] = {}
-    for layer in (_read_file(), _read_variables(), words):
-        if LENGTHS & layer.keys():
-            given = {option: found for option, found in given.items() if option not in LENGTHS}
-        given |= layer
-    place, label = given.get("workload", (None, ""))
+    for option in all_fields():
+        if (variable := f"AUTOBATCH_{option.upper()}") in os.environ:
+            raise InputError(f"{variable} is not read: give {spelled(option)}, or {option} in autobatch.toml")
+    path, table = _read_file()
+    words = {word.lstrip("-").replace("-", "_").lower(): value for word, value in on_line.items()}
+    given = {option: table[option] for option in table if not (option in LENGTHS and LENGTHS & words.keys())}
+    labels = {option: f"{option} in {path}" for option in given.keys() - words.keys()}
+    given |= words
+    place = given.get("workload")
     if place is not None and not (isinstance(place, str) and re.fullmatch(f"{TEXT}+", place)):
         raise InputError(
-            f"{label} must be file.py, file.py:function or module:function in UTF-8, found {quoted(place)}"
+            f"{labels.get('workload', 'WORKLOAD')} must be file.py, file.py:function or module:function in "
+            f"UTF-8, found {quoted(place)}"
         )
-    known = {option: given[option] for option in fields_of(name) if option in given}
-    names = {option: spelled(option) for option in fields_of(name)}
-    names |= {option: found.name for option, found in known.items()}
-    return place, options_from(name, {option: found.value for option, found in known.items()}, names=names)
+    fields = fields_of(name)
+    names = {option: labels.get(option, spelled(option)) for option in fields}
+    return place, options_from(
+        name, {option: given[option] for option in fields if option in given}, names=names
+    )
 
 
 def read_words(
@@ -142,35 +132,21 @@ def spelled(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def _read_file() -> dict[str, Given]:
-    """Read the config file of the working directory; the options of no command are refused."""
+def _read_file() -> tuple[Path, dict[str, Any]]:
+    """Return the config file of the working directory, and its options; those of no command are refused."""
     path = next((path for path in map(Path, ("autobatch.toml", "pyproject.toml")) if path.is_file()), None)
     if path is None:
-        return {}
-    table: Any = read_toml(path.absolute())
+        return Path(), {}
+    path = path.absolute()
+    table: Any = read_toml(path)
     for name in ("tool", "autobatch") if path.name == "pyproject.toml" else ():
         table = table.get(name, {})
         if not isinstance(table, dict):
-            raise InputError(f"{path.absolute()}: {name} must be a table, found {quoted(table)}")
-    _check_names(table, {*all_fields(), "workload"}, str(path.absolute()))
-    return {name: Given(value, f"{name} in {path.absolute()}") for name, value in table.items()}
-
-
-def _read_variables() -> dict[str, Given]:
-    """Read the options in ``AUTOBATCH_…`` variables, as ``AUTOBATCH_STEPS=3``. An empty one is not set."""
-    found = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(PREFIX) and name not in NO_OPTIONS and value
-    }
-    _check_names(found, {PREFIX + name.upper() for name in (*all_fields(), "workload")}, "the environment")
-    return {name.removeprefix(PREFIX).lower(): Given(value, name) for name, value in found.items()}
-
-
-def _check_names(asked: Collection[str], names: set[str], place: str) -> None:
-    for name in asked:
-        if name not in names:
-            raise InputError(f"{place}: {unknown_option(name, names)}")
+            raise InputError(f"{path}: {name} must be a table, found {quoted(table)}")
+    known = {*all_fields(), "workload"}
+    if unknown := [name for name in table if name not in known]:
+        raise InputError(f"{path}: {unknown_option(unknown[0], known)}")
+    return path, table
 
 
 def help_of(command: str, summary: str, *, shows_all: bool) -> str:

@@ -71,7 +71,7 @@ def test_the_memory_is_written_at_the_end_and_the_words_are_untouched(folder):
     assert content["how"]["context"] == "alloc"
 
 
-CATCHES = "try:\n    torch.run_out()\nexcept torch.OutOfMemoryError:\n    optimizer.step()\nsys.exit(4)"
+CATCHES = "try:\n    torch.run_out(1)\nexcept torch.OutOfMemoryError:\n    optimizer.step()\nsys.exit(4)"
 
 
 @pytest.mark.parametrize(
