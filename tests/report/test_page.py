@@ -11,8 +11,8 @@ import pytest
 
 from autobatch import Estimates, PlanResult, Result
 from autobatch.report.facts import facts_of
-from autobatch.report.page import TITLES, render, write_report
-from benchmarks.screenshots import CHROMIUM, IMAGES, MOST_BYTES, shoot
+from autobatch.report.page import TITLES, render
+from benchmarks.screenshots import CHROMIUM
 from tests.support.page_checker import Page, check, measure
 from tests.support.planted import PLANTED
 from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
@@ -74,13 +74,6 @@ def test_every_text_of_a_run_is_harmless_in_the_page_and_printed() -> None:
     assert all(line.isprintable() for text in texts for line in text.split("\n"))
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_the_same_page_is_written_again_and_atomically(tmp_path: Path) -> None:
-    path = write_report(tmp_path / "runs" / "one" / "report.html", a_run())
-    assert path.read_text(encoding="utf-8") == render(a_run())
-    assert [file.name for file in path.parent.iterdir()] == ["report.html"]
-
-
 def shown(result: Any) -> Page:
     """Return the parsed notebook output, after the checks that hold for every fragment."""
     page = Page(result._repr_html_())
@@ -133,15 +126,6 @@ def test_the_page_at_a_width_in_a_theme(tmp_path: Path, width: int, theme: str) 
     assert seen["smallest"] >= 10, "too small to read"
     assert seen["paper"] == ("rgb(251, 251, 249)" if theme == "light" else "rgb(20, 24, 26)")
     assert seen["ink"] == ("rgb(27, 33, 38)" if theme == "light" else "rgb(230, 234, 232)")
-
-
-@pytest.mark.program
-@in_a_browser
-def test_a_picture_of_a_page_is_small_and_as_narrow_as_asked(tmp_path: Path) -> None:
-    image = shoot(render(a_run()), tmp_path / "page.png", width=390, height=700, theme="dark").read_bytes()
-    assert (int.from_bytes(image[16:20]), int.from_bytes(image[20:24])) == (390, 700)
-    assert len(image) < MOST_BYTES
-    assert all(path.stat().st_size <= MOST_BYTES for path in IMAGES.glob("*.png"))
 
 
 @pytest.mark.program

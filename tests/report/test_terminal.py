@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -90,13 +89,6 @@ def test_a_run_without_a_terminal_prints_few_steps_and_every_incident() -> None:
     assert shown(("stepped", a_step(7, applied=False, count=0.0), 120)) == "", "nothing was counted"
 
 
-def test_the_first_lines_name_the_workload_or_the_demo() -> None:
-    first, demo = shown(("begin", "train.py:workload")), shown(("begin", None))
-    assert re.fullmatch(r"autobatch 0\.\S+ · train.py:workload\n", first)
-    assert "--memory-budget" in demo
-    assert max(map(len, demo.splitlines())) <= 80
-
-
 @pytest.mark.parametrize("kind", [io.StringIO, ATerminal])
 def test_foreign_names_are_shown_and_never_obeyed(kind: type[io.StringIO]) -> None:
     holders = [MemoryHolder(pid=7, name=name, used_bytes=1 << 30) for name in (PLANTED, "x" * 100_000)]
@@ -151,18 +143,13 @@ A_STEP = a_step(40, samples_per_s=1824.0, oom_recoveries=0, validation={"loss": 
 STEPS = (("saved", 40), ("stepped", A_STEP, 120), ("stepped", a_step(50, samples_per_s=1824.0), 120))
 
 
-@pytest.mark.parametrize(
-    ("width", "figures"),
-    [
-        (60, ["loss"]),
-        (80, ["loss", "1,824 samples/s"]),
-        (200, ["loss", "samples/s", "1 recovery", "GiB", "held-out accuracy 91.00 %", "saved 40"]),
-    ],
-)
-def test_the_bar_of_the_training_shows_what_there_is_room_for(width: int, figures: Sequence[str]) -> None:
-    text = last_line(width, *STEPS)
-    assert all(figure in text for figure in ("training", "50/120", *figures))
-    assert len(text) <= width
+def test_the_bar_of_the_training_shows_what_there_is_room_for() -> None:
+    figures = ["samples/s", "1 recovery", "GiB", "held-out accuracy 91.00 %", "saved 40"]
+    for width, known in ((60, 0), (80, 1), (200, 5)):
+        text = last_line(width, *STEPS)
+        assert len(text) <= width
+        assert all(figure in text for figure in ("training", "50/120", "loss"))
+        assert [figure for figure in figures if figure in text] == figures[:known]
 
 
 def test_the_line_shows_the_act_and_the_time_since_it_began() -> None:
