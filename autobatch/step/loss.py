@@ -67,29 +67,20 @@ class StepTotals:
     """True if the terms must count what was counted before they trained."""
 
 
-def named_terms(loss: object) -> dict[str, Any]:
-    """Return whatever a loss function returned as terms by name; a single one is called `ONE`.
-
-    Raises:
-        InputError: terms have no names, or a name of the loss.
-    """
-    if not isinstance(loss, Mapping):
-        return {ONE: loss}
-    if not loss or "loss" in loss or not all(isinstance(name, str) and name for name in loss):
-        raise InputError(
-            "a mapping of losses needs a name other than 'loss', which is their sum, for each, found "
-            f"{', '.join(map(repr, loss)) or 'none'}: name each term by text"
-        )
-    return dict(loss)
-
-
 def terms_of(loss: object) -> dict[str, Tensor | Loss]:
-    """Return the terms that a loss function returned, as `named_terms` does, after a check of each.
+    """Return the terms that a loss function returned by name, checked; a single one is called `ONE`.
 
     Raises:
-        InputError: it returned no loss.
+        InputError: it returned no loss, or terms without a name, or with that of their sum.
     """
-    terms = named_terms(loss)
+    terms: dict[Any, Any] = {ONE: loss}
+    if isinstance(loss, Mapping):
+        terms = dict(loss)
+        if not terms or "loss" in terms or not all(isinstance(name, str) and name for name in terms):
+            raise InputError(
+                "a mapping of losses needs a name other than 'loss', which is their sum, for each, found "
+                f"{', '.join(map(repr, terms)) or 'none'}: name each term by text"
+            )
     for name, term in terms.items():
         whose = f"the term {name!r} of the workload's loss" if name else "the workload's loss"
         total = term.total if isinstance(term, Loss) else term
@@ -167,7 +158,7 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
         if not totals.sizes:
             low = term.dtype in LOW_PRECISION
             totals.divisor = divisor_of(None, totals.samples) if low else float(totals.samples)
-        return _kept(term), size / totals.divisor
+        return at_least_32_bits(term), size / totals.divisor
     count = _summable(term.count)
     if train_state.items_per_sample is None:
         # The only wait for the device during accumulation, once per run.
@@ -176,7 +167,7 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
     if totals.count is None:
         totals.count, totals.divisor = 0.0, divisor_of(train_state.items_per_sample, totals.samples)
     totals.count = totals.count + count
-    return _kept(term.total), 1 / totals.divisor
+    return at_least_32_bits(term.total), 1 / totals.divisor
 
 
 def _weigh_terms(totals: StepTotals, terms: Mapping[str, Tensor | Loss], size: int) -> Tensor:
@@ -213,16 +204,6 @@ def divisor_of(items_per_sample: float | None, samples: int) -> float:
 def at_least_32_bits(value: Tensor) -> Tensor:
     """Return a value in float32 if it has 16 bits, else itself."""
     return value.float() if value.dtype in LOW_PRECISION else value
-
-
-def _kept(value: Tensor) -> Tensor:
-    """Return a loss that may live until its backward pass ends: in at least 32 bits, alone in its memory.
-
-    Some means are the first element of the memory of what they average (`mse_loss`, `smooth_l1_loss` and
-    `binary_cross_entropy`, whose sizes ATen/native/Loss.cpp sets before it reduces them).
-    """
-    value = at_least_32_bits(value)
-    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def _summable(count: Number) -> Number:

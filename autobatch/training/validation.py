@@ -17,7 +17,7 @@ from torch import Tensor
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import split_evenly
-from autobatch.step.loss import named_terms
+from autobatch.step.loss import terms_of
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
 from autobatch.training.loop import Loop
@@ -188,7 +188,7 @@ def _sums_of(loop: Loop, ids: range, batch: range, rows: Rows) -> Sums | str:
             with precision_context(train_state.device, train_state.precision):
                 with user_code("loss", workload.loss):
                     if not isinstance(workload.loss, WholeBatchLoss):
-                        terms = named_terms(train_state.call(workload.loss, micro_batch))
+                        terms = terms_of(train_state.call(workload.loss, micro_batch))
                         for name, term in terms.items():
                             place = (LOSS, name) if name else (LOSS,)
                             sums[place] = _total_and_count(place[-1], term, len(ids))
