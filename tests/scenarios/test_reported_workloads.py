@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ from tests.support.training import (
     reference,
     weights,
 )
+
+RUN: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "steps": 3}
+IN_ORDER = [list(range(8 * step, 8 * step + 8)) for step in range(3)]
+"""Batches of the samples in their order."""
 
 
 def plain_loop(workload: Any, batches: list[list[list[int]]]) -> nn.Module:
@@ -66,7 +70,7 @@ class Stream(IterableDataset[Any]):
         process = get_worker_info()
         for index in order[process.id :: process.num_workers] if process and self.is_shared else order:
             inputs, label = self.rows[index]
-            yield inputs + torch.randn(5, dtype=torch.float64), label
+            yield inputs + torch.randn(5, dtype=torch.float64) * self.is_shared, label
 
 
 @pytest.mark.parametrize("said", [13, 100, 200])
@@ -88,8 +92,7 @@ def test_loader_processes_that_yield_the_same_samples_are_told(tmp_path: Path) -
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.program)])
 def test_epochs_of_a_stream_are_whole_after_a_resume_within_one(tmp_path: Path, workers: int) -> None:
-    options = {"target_batch": 8, "max_micro_batch": 3, "steps": 9, "workers": workers}
-    workload = make_workload(train_data=Stream(24))
+    options, workload = {**RUN, "steps": 9, "workers": workers}, make_workload(train_data=Stream(24))
     whole, _ = fit(workload, tmp_path / "whole", **options)
     fit_until(5, workload, tmp_path / "parts", checkpoint_every=2, **options)
     parts, _ = fit(workload, tmp_path / "parts", resume=True, **options)
@@ -204,14 +207,7 @@ def test_what_makes_a_run_inexact_is_told_as_such(
 ) -> None:
     listener = Listener()
     try:
-        fit(
-            make_workload(**fields),
-            tmp_path,
-            listener=listener,
-            target_batch=8,
-            max_micro_batch=4,
-            steps=2,
-        )
+        fit(make_workload(**fields), tmp_path, listener=listener, **{**RUN, "max_micro_batch": 4})
     except autobatch.InputError as error:
         listener.note(str(error))
     told = "\n".join(listener.notes)
@@ -220,34 +216,27 @@ def test_what_makes_a_run_inexact_is_told_as_such(
 
 
 class Ordered(Listener):
-    """Listener that keeps the remarks before anything has run, and whether a step was trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.early: list[str] | None = None
-        self.trains = False
+    """Listener that notes what happens between the remarks."""
 
     def attempted(self, attempt: Any) -> None:
-        self.early = self.early or list(self.notes)
+        self.notes.append("ran")
 
     def stepped(self, step: Any, of: int) -> None:
-        self.trains = True
+        self.notes.append("stepped")
 
 
 def test_data_shorter_than_a_batch_are_told_before_anything_runs(tmp_path: Path) -> None:
-    listener = Ordered()
-    result, _ = fit(
-        make_workload(train_data=points(9)), tmp_path, listener=listener, target_batch=16, steps=3
-    )
+    workload, listener = make_workload(train_data=points(9)), Ordered()
+    result, notes = fit(workload, tmp_path, listener=listener, target_batch=16, steps=3)
     assert result.training.samples == 48
-    assert any("9" in note and "16" in note for note in listener.early or []), listener.notes
+    assert any("9" in note and "16" in note for note in notes[: notes.index("ran")]), notes
 
 
 def test_a_multiple_that_no_longer_fits_ends_a_run(tmp_path: Path) -> None:
     listener, failures = Ordered(), list[int]()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        if listener.trains and len(batch[0]) > 4:
+        if "stepped" in listener.notes and len(batch[0]) > 4:
             failures.append(1)
             assert len(failures) < 50, "the same micro-batch runs again and again"
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -270,8 +259,7 @@ def test_the_weights_of_a_compiled_model_load_into_the_model(tmp_path: Path, par
         model[part] = torch.compile(model[part], backend="eager")
         return model
 
-    options = {"target_batch": 8, "max_micro_batch": 3, "steps": 2, "ema": 0.5}
-    result, _ = fit(make_workload(model=compiled), tmp_path, **options)
+    result, _ = fit(make_workload(model=compiled), tmp_path, ema=0.5, **RUN)
     for name in ("model", "model-ema"):
         loaded = network()
         loaded.load_state_dict(load_file(tmp_path / f"{name}.safetensors"))
@@ -285,24 +273,24 @@ def force(model: nn.Module, positions: Tensor) -> Tensor:
         return -torch.autograd.grad(model(positions).sum(), positions, create_graph=True)[0]
 
 
-def force_loss(model: nn.Module, batch: Any) -> Tensor:
-    return (force(model, batch[0]) - batch[0]).square().mean()
-
-
-def force_error(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    return {"error": (force(model, batch[0]) - batch[0]).abs().mean()}
+def force_errors(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    off = force(model, batch[0]) - batch[0]
+    return {"square": off.square().mean(), "absolute": off.abs().mean()}
 
 
 def test_a_loss_and_a_metric_may_take_gradients_also_in_validation(tmp_path: Path) -> None:
     held_out = points(9, seed=5)
     workload = make_workload(
-        loss=force_loss, metrics=force_error, validation_data=held_out, sampler=list(range(24))
+        loss=lambda model, batch: force_errors(model, batch)["square"],
+        metrics=force_errors,
+        validation_data=held_out,
+        sampler=list(range(24)),
     )
-    result, _ = fit(workload, tmp_path, target_batch=8, max_micro_batch=3, steps=3)
-    expected = plain_loop(workload, [[list(range(8 * step, 8 * step + 8))] for step in range(3)])
+    result, _ = fit(workload, tmp_path, **RUN)
+    expected = plain_loop(workload, [[ids] for ids in IN_ORDER])
     assert apart(weights(result.model), weights(expected)) < 1e-12
-    figures = {"loss": force_loss(expected, held_out.columns), **force_error(expected, held_out.columns)}
-    assert result.training.validation == pytest.approx({name: each.item() for name, each in figures.items()})
+    errors = {name: each.item() for name, each in force_errors(expected, held_out.columns).items()}
+    assert result.training.validation == pytest.approx({"loss": errors["square"], **errors})
 
 
 def with_few_objects(samples: int, objects: list[int], *, is_mean: bool = False) -> Any:
@@ -323,11 +311,13 @@ def with_few_objects(samples: int, objects: list[int], *, is_mean: bool = False)
 @pytest.mark.parametrize("is_mean", [False, True])
 def test_a_micro_batch_without_an_object_adds_nothing(tmp_path: Path, is_mean: bool) -> None:
     workload = with_few_objects(24, [3, 9, 17], is_mean=is_mean)
-    result, _ = fit(workload, tmp_path, target_batch=8, max_micro_batch=3, steps=3)
-    whole: Callable[..., Tensor] = workload.loss
-    if not is_mean:
-        whole = lambda model, batch: (loss := workload.loss(model, batch)).total / loss.count  # noqa: E731
-    expected, _ = reference(workload, [range(8 * step, 8 * step + 8) for step in range(3)], whole)
+    result, _ = fit(workload, tmp_path, **RUN)
+
+    def whole(model: nn.Module, batch: Any) -> Tensor:
+        loss = workload.loss(model, batch)
+        return loss if is_mean else loss.total / loss.count
+
+    expected, _ = reference(workload, IN_ORDER, whole)
     assert apart(weights(result.model), expected) < 1e-12
 
 
