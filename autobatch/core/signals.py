@@ -39,32 +39,26 @@ def counts_as(number: int | None) -> int:
 class StopRequest:
     """Request of a signal that the run stop."""
 
+    own: int | None = None
+    """Signal to this process; None if none came."""
     signal_number: int | None = None
-    """None if no signal came."""
-
-    @property
-    def is_asked(self) -> bool:
-        """True if this process was asked to stop."""
-        return self.signal_number is not None
-
-
-class SharedRequest(StopRequest):
-    """Request that several processes obey at once: it has a signal as soon as all of them know of it."""
-
-    def __init__(self, own: StopRequest) -> None:
-        super().__init__()
-        self.own = own
-        """The request to this process."""
+    """Signal to obey; of several processes, as soon as all of them know of it."""
+    is_shared: bool = False
+    """True if several processes obey at once."""
 
     @property
     def is_asked(self) -> bool:
         """True if this process was asked to stop, whether or not the others know of it."""
-        return self.own.is_asked or super().is_asked
+        return self.own is not None or self.signal_number is not None
 
-    def agree(self, signal_numbers: Iterable[int]) -> None:
-        """Adopt the first signal of any process; 0 means none."""
+    def share(self) -> None:
+        """Obey no signal from now on before all processes know of it."""
+        self.is_shared, self.signal_number = True, None
+
+    def agree(self, signals: Iterable[int | None]) -> None:
+        """Obey the first signal to any process."""
         if self.signal_number is None:
-            self.signal_number = next((one for one in signal_numbers if one), None)
+            self.signal_number = next((number for number in signals if number), None)
 
 
 @contextmanager
@@ -102,7 +96,9 @@ def stop_on_signals(
         return any(number != arrived[0][0] or then - arrived[0][1] > echo_s for number, then in arrived)
 
     def note(number: int, _: FrameType | None) -> None:
-        request.signal_number = request.signal_number or number
+        request.own = request.own or number
+        if not request.is_shared:
+            request.signal_number = request.own
         if is_asked_again():
             signal.signal(number, before[number])
             signal.raise_signal(number)

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autobatch.core.errors import InputError
-from autobatch.core.signals import SharedRequest, StopRequest
+from autobatch.core.signals import StopRequest
 from autobatch.distributed.group import Group, is_of_collective
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduce import RankTotals, sum_gradients, sum_totals, totals_of
@@ -140,7 +140,7 @@ class RankEngine(Engine):
     def __init__(self, group: Group, train_state: TrainState) -> None:
         self.ranks: Group = group
         self._device = train_state.device
-        self._request = SharedRequest(StopRequest())
+        self._request = StopRequest(is_shared=True)
         train_state.peers = self
         # All ranks divide by one D, whatever their own samples count.
         train_state.items_per_sample = train_state.items_per_sample or 1.0
@@ -189,7 +189,7 @@ class RankEngine(Engine):
             outcome = OutOfMemory("")
         self._has_exchanged = self._has_peer_failed = False
         own = None if isinstance(outcome, OutOfMemory) else self._measure(train_state, outcome)
-        gathered = self.ranks.gather((self._request.own.signal_number or 0, own))
+        gathered = self.ranks.gather((self._request.own, own))
         self._request.agree(signal for signal, _ in gathered)
         of_ranks = [totals for _, totals in gathered if totals is not None]
         if isinstance(outcome, OutOfMemory) or len(of_ranks) < len(gathered):
@@ -207,8 +207,9 @@ class RankEngine(Engine):
 
     def shared_request(self, request: StopRequest) -> StopRequest:
         """See `Engine.shared_request`. A signal to any rank stops all of them after the next step."""
-        self._request = SharedRequest(request)
-        return self._request
+        request.share()
+        self._request = request
+        return request
 
     def agree_on_oom(self, oom: OutOfMemory) -> OutOfMemory:
         """See `Engine.agree_on_oom`."""
@@ -244,7 +245,7 @@ class RankEngine(Engine):
 
     def agree_on_request(self) -> None:
         """See `Engine.agree_on_request`."""
-        self._request.agree(self.ranks.gather(self._request.own.signal_number or 0))
+        self._request.agree(self.ranks.gather(self._request.own))
 
 
 class Whole(RankEngine):
