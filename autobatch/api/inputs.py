@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -59,7 +60,7 @@ def begin(run: Run) -> RunInputs:
             earlier = run.ranks.once(lambda: move_earlier_run(out))
             if earlier is not None:
                 run.progress.note(f"moved the earlier run of {out} to {earlier}")
-        tune_and_split(run, GlobalBatchSampler(samples=samples, **_lengths(run)).total)
+        tune_and_split(run, options.steps or math.ceil((options.epochs or 1) * samples / run.target))
         process, info = run.setup, run.setup.info
         if run.plan.size_cut is not None:
             # Sent, so that the process that trains need not read them again.
@@ -188,16 +189,6 @@ def _count(run: Run, count: Callable[[], tuple[int, list[str]]]) -> int:
     return samples
 
 
-def _lengths(run: Run) -> dict[str, Any]:
-    options = run.options
-    return {
-        "target_batch": run.target,
-        "seed": options.seed,
-        "steps": options.steps,
-        "epochs": options.epochs,
-    }
-
-
 def _sampler_of(run: Run, setup: Setup, samples: int | None) -> GlobalBatchSampler:
     """Return the batches of the run.
 
@@ -210,4 +201,4 @@ def _sampler_of(run: Run, setup: Setup, samples: int | None) -> GlobalBatchSampl
         note = split_note(setup.workload.train_data[0], run.ranks)  # type: ignore[index]
         if note is not None:
             run.progress.note(note)
-    return open_sampler(setup.workload, setup.stream, run.ranks, samples=samples, **_lengths(run))
+    return open_sampler(setup.workload, setup.stream, run.ranks, run.options, samples)

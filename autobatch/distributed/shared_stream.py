@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from autobatch.core.options import Options
 from autobatch.distributed.ranks import Ranks
 from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import digest_of
@@ -19,15 +20,7 @@ from autobatch.workload.streams import ENDLESS, StreamReader, StreamSampler
 
 
 def open_sampler(
-    workload: Workload,
-    stream: Any,
-    ranks: Ranks,
-    *,
-    target_batch: int,
-    seed: int,
-    steps: int | None,
-    epochs: int | None,
-    samples: int | None = None,
+    workload: Workload, stream: Any, ranks: Ranks, options: Options, samples: int | None = None
 ) -> GlobalBatchSampler:
     """Return the batches of a run, which are the same on all ranks.
 
@@ -35,16 +28,20 @@ def open_sampler(
         workload: has the data with an index.
         stream: the data without one; None if they have one.
         ranks: the processes that train together.
-        target_batch: samples of a batch.
-        seed: of the order.
-        steps: number of batches, as of `GlobalBatchSampler`.
-        epochs: passes over the data, as of `GlobalBatchSampler`.
+        options: the target batch, the seed, and the length of the run.
         samples: of an epoch of the stream; None for a stream whose end does not matter.
 
     Raises:
         InputError: the sampler of the workload is invalid.
     """
-    lengths: dict[str, Any] = {"target_batch": target_batch, "seed": seed, "steps": steps, "epochs": epochs}
+    assert options.target_batch is not None
+    target_batch, seed = options.target_batch, options.seed
+    lengths: dict[str, Any] = {
+        "target_batch": target_batch,
+        "seed": seed,
+        "steps": options.steps,
+        "epochs": options.epochs,
+    }
     if stream is None:
         samples, order = epoch_of(workload, seed)
         return GlobalBatchSampler(**lengths, samples=samples, order=order)

@@ -19,6 +19,7 @@ from torch import nn
 
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.knobs import LOADER_WORKERS
+from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.distributed.engine import Engine, Whole
 from autobatch.distributed.group import Group, join_loop
@@ -287,7 +288,9 @@ def batches(
     ranks = Ranks() if plan.world_size == 1 else join_loop()
     lengths = {"seed": seed, "steps": steps, "epochs": epochs}
     ranks.check_equal({"target batch": plan.target_batch, "start": start, **lengths})
-    sampler = _sampler_of(known, plan, ranks, **lengths)
+    sampler = _sampler_of(
+        known, ranks, Options(target_batch=plan.target_batch, seed=seed, steps=steps, epochs=epochs)
+    )
     if isinstance(sampler, StreamSampler):
         sampler.reader.skip(sampler.seen(start))
     split = split_of(plan, WorstCaseSampler(known, seed=seed).sizes, rank=ranks.rank, world=ranks.world)
@@ -336,7 +339,7 @@ def _check(plan: Plan, optimizers: Sequence[object], **numbers: int | None) -> N
             )
 
 
-def _sampler_of(workload: Workload, plan: Plan, ranks: Ranks, **fields: Any) -> GlobalBatchSampler:
+def _sampler_of(workload: Workload, ranks: Ranks, options: Options) -> GlobalBatchSampler:
     """Return the batches of the run, which are the same on all ranks.
 
     Raises:
@@ -344,11 +347,11 @@ def _sampler_of(workload: Workload, plan: Plan, ranks: Ranks, **fields: Any) -> 
     """
     data: Any = workload.train_data
     stream, samples = data if is_stream(data) else None, None
-    if stream is not None and fields["epochs"] is not None:
+    if stream is not None and options.epochs is not None:
         samples, remarks = ranks.once(lambda: count_samples(stream))
         for line in (COUNTED, *remarks):
             logger.warning(line)
-    sampler = open_sampler(workload, stream, ranks, samples=samples, target_batch=plan.target_batch, **fields)
+    sampler = open_sampler(workload, stream, ranks, options, samples)
     if ranks.world > 1 and stream is None:
         digest = None if sampler.order is None else order_digest(sampler.order)
         ranks.check_equal({"number of batches": sampler.total, "order of the sampler": digest})

@@ -86,11 +86,8 @@ class Shell(ZMQInteractiveShell):
     """As in Colab."""
 
 
-@pytest.mark.parametrize("shell", [ZMQInteractiveShell, Shell])
-def test_a_notebook_shows_lines(
-    shell: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=shell))
+def test_a_notebook_shows_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=Shell))
     with library.listening("auto") as progress:
         progress.note("one remark")
         progress.stepped(a_step(3, loss=0.5), 3)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import autobatch
 from autobatch import InputError
-from tests.support.probes import Listener, mlp, work
+from tests.support.probes import Listener, work
 from tests.support.ragged import pad, ragged_workload
 from tests.support.step_workloads import deep_transformer
 from tests.support.training import language_model, make_workload
@@ -116,23 +116,6 @@ def test_a_cut_that_cannot_be_rehearsed_leaves_a_plan_by_count() -> None:
     assert any("batches are split by count: the workload's collate raised" in note for note in notes)
 
 
-def test_a_micro_batch_that_does_not_run_is_in_no_cut() -> None:
-    def at_most_8(samples: list[Any]) -> Any:
-        if len(samples) > 8:
-            raise ValueError("at most 8 samples")
-        return pad(samples)
-
-    found, _ = plan(ragged_workload(collate=at_most_8), 24, split="size")
-    assert (found.probe.micro_batch, found.probe.upper_bound_by) == (8, "error")
-    assert found.size_cut.max_micro_batch == 8
-
-
-def test_an_estimate_has_one_prediction_for_each_profile(own_home: Path) -> None:
-    found = autobatch.estimate(work(lambda: mlp(8)), profile=["t4", "l4"], max_micro_batch=2)
-    assert [(one.profile, one.micro_batch) for one in found.estimates] == [("t4", 2), ("l4", 2)]
-    assert not own_home.exists()
-
-
 def half_workload() -> autobatch.Workload:
     """Build a workload with weights in 16 bits."""
     torch.manual_seed(0)
@@ -144,21 +127,6 @@ def half_workload() -> autobatch.Workload:
         optimizer=lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
         learning_rate=0.1,
     )
-
-
-def test_the_plan_carries_the_type_of_gradients_into_a_loop_of_the_users() -> None:
-    for asked, dtype in (("auto", None), ("weights", torch.bfloat16)):
-        made, _ = plan(half_workload(), 96, max_micro_batch=1, gradient_dtype=asked, memory_budget=None)
-        workload = half_workload()
-        model = workload.model()
-        optimizer = workload.optimizer(model.parameters(), 0.0)
-        [batch] = autobatch.batches(workload, made, optimizer=optimizer, steps=1)
-        for micro in batch:
-            batch.backward(workload.loss(model, micro.data))
-        # Sums in float32 are kept aside until the step.
-        gradient = model[0].weight.grad
-        assert (None if gradient is None else gradient.dtype) == dtype
-        batch.step()
 
 
 def test_a_resume_with_another_type_of_gradients_plans_again(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ def a_run(group: Any = None, command: str = "fit", **options: Any) -> Run:
         (Ranks(), "fit", {"ranks": 2}, "use the command with --ranks 2, or start the script"),
         (Two(), "fit", {"ranks": 3}, "--ranks is 3, and torchrun started 2: leave out"),
         (Two(**{"--seed": 1}), "fit", {}, "--seed: rank 1 has 1, and rank 0 has 0"),
-        (Two(torch="2.0"), "fit", {}, "differ in torch: rank 1 has 2.0"),
         (Ranks(), "fit", {"parallel": "shard"}, "--parallel shard shares a model among ranks, found one"),
     ],
 )

@@ -52,11 +52,9 @@ def test_every_knob_begins_with_its_default_and_none_applies_without_a_choice() 
         (CPU, ["compile"], {"compile": ["off", "default"]}),
         # Halved down to one sample and no further.
         (BARE._replace(micro_batch=7), None, {"micro_batch_shift": [0, 1, 2]}),
-        (BARE._replace(micro_batch=64), None, {"micro_batch_shift": [0, 1, 2, 3]}),
         # No more workers than cores, unasked if fetching takes 5 ms, and never if they cannot run.
         (CORES, None, {"loader_workers": [0, 2, 4]}),
         (CORES._replace(fetch_seconds=0.004), None, {}),
-        (CORES._replace(cores=96), ["loader_workers"], {"loader_workers": [0, 2, 4, 8, 16]}),
         (CORES._replace(loader="its samples cannot be sent"), ["loader_workers"], {}),
     ],
 )

@@ -66,13 +66,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("probe", {"zzz": 3}, "there is no option zzz; see autobatch probe --help-all"),
     ("probe", {"steps": 3}, "probe does not take steps, which is an option of fit; see autobatch probe"),
     ("plan", {"target_batch": "8.5"}, "target_batch must be a whole number of 1 or more, found '8.5'"),
-    ("plan", {"target_batch": None}, "target_batch"),
     ("plan", {"target_batch": np.zeros(2)}, "target_batch must be a whole number of 1 or more, found array("),
     ("fit", {"memory_budget": "0%"}, "memory_budget: '0%' is not a share of memory"),
-    ("fit", {"memory_budget": 1 << 20_000}, "memory_budget"),
     ("fit", {"steps": 2, "epochs": 2}, "steps 2 and epochs 2 exclude each other"),
     ("fit", {"steps": 10**30}, f"steps must be a whole number of 1 or more, found {10**30}"),
-    ("fit", {"steps": 1 << 20_000}, "found a value of type int that is too long to show"),
     ("fit", {"steps": deep_table()}, "found a value of type dict that is too long to show"),
     ("fit", {"ema": 1}, "ema must be a number over 0 and under 1, found 1"),
     ("fit", {"json": 3}, "json must be true or false, found 3"),
@@ -85,7 +82,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"ranks": "1,2"}, "ranks must be a whole number from 1 to 1024, found '1,2'"),
     ("fit", {"checkpoint_every": "15min\n"}, r"or a time like 15min or 2h, found '15min\n'"),
     ("fit", {"out": "a\0b"}, r"out must be text in UTF-8 without NUL, found 'a\x00b'"),
-    ("fit", {"out": b"x"}, "out must be text in UTF-8 without NUL, found b'x'"),
 ]
 
 
