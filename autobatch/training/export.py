@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,30 +81,20 @@ def _export(model: nn.Module, path: Path, engine: Engine) -> None:
     engine.ranks.once(lambda: _write(weights, path))
 
 
-class _Weights(nn.Module):
-    """Module with a state dict that was made before: `safetensors.torch.save_model` wants no dict."""
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        # Names are those before ``torch.compile``. Of a part of another tensor, not tied to it, a copy.
-        self._weights = {
-            ".".join(part for part in name.split(".") if part != "_orig_mod"): (
-                value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
-            )
-            for name, value in sorted(weights.items())
-        }
-
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the weights."""
-        return dict(self._weights)
-
-
 def _write(weights: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_model
 
+    # Names are those before ``torch.compile``. Of a part of another tensor, not tied to it, a copy.
+    own = {
+        ".".join(part for part in name.split(".") if part != "_orig_mod"): (
+            value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
+        )
+        for name, value in sorted(weights.items())
+    }
+    model: Any = SimpleNamespace(state_dict=lambda: dict(own))  # all that is asked of a model
     try:
         with replaced_file(path) as temporary:
-            save_model(_Weights(weights), str(temporary), METADATA)
+            save_model(model, str(temporary), METADATA)
     except Exception as error:  # safetensors has errors of its own for a full disk
         raise CheckpointError(
             f"the weights could not be written to {path}: {error}. The checkpoints hold them too"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -61,13 +61,8 @@ class _StoppedError(AutobatchError):
     """The run was asked to stop within a batch."""
 
 
-class _TrainedBatch(NamedTuple):
-    """A batch whose step was taken, or skipped."""
-
-    result: StepResult
-    parts: list[MicroBatchIds]
-    recovered: str | None
-    """Why it ran more than once; None if it ran once."""
+_TrainedBatch: TypeAlias = tuple[StepResult, list[MicroBatchIds], str | None]
+"""A batch whose step was taken, or skipped: its micro-batches, and why it ran more than once."""
 
 
 @dataclass(kw_only=True)
@@ -171,7 +166,7 @@ class Loop:
                 outcome = self.engine.combine(self.train_state, outcome)
                 if isinstance(outcome, StepTotals):
                     result = finish(self.train_state, outcome, mark=self.meter.mark)
-                    return _TrainedBatch(result, parts, recovered)
+                    return result, parts, recovered
             except Exception as error:
                 raise self._end_in_step(batch, self._out_of_memory(error, parts)) from error
             # Outside of the except block, so that nothing holds the tensors of the failed step.
