@@ -63,12 +63,6 @@ def _unused_gpu_notes(environ: Mapping[str, str]) -> list[str]:
 def device_of_rank(spec: str, *, local_rank: int, local_world: int, gpus: int) -> str:
     """Return the device that one of several ranks of this host opens for the one that was asked for.
 
-    Args:
-        spec: ``auto``, ``cuda``, ``cuda:N``, ``cpu`` or ``sim:PROFILE``.
-        local_rank: Place among the ranks of this host.
-        local_world: Ranks of this host.
-        gpus: GPUs that the process sees.
-
     Raises:
         InputError: Several ranks would share a GPU.
     """

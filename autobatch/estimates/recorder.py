@@ -46,11 +46,7 @@ SELECTIONS = "selections by values: predicted as if they kept everything, which 
 
 
 class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
-    """A storage tracker for fakes that supplies missing values.
-
-    Args:
-        on_gpu: record the step of a GPU.
-    """
+    """A storage tracker for fakes that supplies missing values."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         super().__init__(CountingAllocator(), storage_device="meta")

@@ -125,10 +125,7 @@ def explain(trace: Trace) -> Explanation:
 def memory_curve(trace: Trace, micro_batch: int, allocator: Allocator) -> MemoryCurve:
     """Return live memory over the events of the last step, in the steady state.
 
-    Args:
-        trace: of a few steps.
-        micro_batch: its size.
-        allocator: empty, without a limit. If it caches, its cached memory is a category of its own.
+    The allocator is empty, without a limit. If it caches, its cached memory is a category of its own.
     """
     trace = trace.canonical()
     labels = labels_of(trace)

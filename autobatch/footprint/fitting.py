@@ -57,10 +57,6 @@ class Fitting:
     def largest(self, cap: int, multiple: int = 1) -> int:
         """Return a micro-batch up to ``cap`` that fits where the next one does not, 0 if none is found.
 
-        Args:
-            cap: the largest micro-batch to try.
-            multiple: try multiples of this number only.
-
         Raises:
             Untraceable: a program is invalid at a size that was tried.
         """
@@ -84,11 +80,7 @@ class Fitting:
 
 
 def _live_peak(events: Sequence[tuple[int, Polynomial | None]]) -> Callable[[int], int]:
-    """Return a function of the micro-batch: the most bytes that are live at the same time.
-
-    Args:
-        events: of a program. Frees of unknown blocks are left out.
-    """
+    """Return a function of the micro-batch: the most bytes of known blocks that are live at the same time."""
     numbers: dict[Polynomial, int] = {}
     held: dict[int, int] = {}
     changes: list[int] = []

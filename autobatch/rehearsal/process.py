@@ -108,12 +108,7 @@ class ChildProcess:
             self._process = None
 
     def open(self, reference: str | None, options: Options, role: Role) -> Self:
-        """Open a workload in the child, which has not opened any.
-
-        Args:
-            reference: the workload as ``module:function`` or ``path.py:function``; None for the demo.
-            options: options of the run.
-            role: part of this process among the ranks.
+        """Open a workload in the child, which has not opened any; None for the demo.
 
         Raises:
             InputError: the device, the budget, the workload or a setting is invalid.
@@ -128,11 +123,7 @@ class ChildProcess:
     ) -> T:
         """Call a function of the setup in the child; in a new child if this one crashed, or lost its GPU.
 
-        Args:
-            act: the action of the function in messages, for example "a trial".
-            function: a function of a module; its arguments and its result are pickled.
-            args: its arguments after the setup.
-            more: its keyword arguments.
+        The function is one of a module, and all is pickled. Messages name the act, for example "a trial".
 
         Raises:
             ChildCrashed: the child crashed.

@@ -147,11 +147,6 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
     """Return a train state on copies of the model's tensors, which live within the block.
 
     Of a model that ranks share, the copies are the parts of one rank, with values of their own.
-
-    Args:
-        setup: the model and its optimizer.
-        meter: counts the copies.
-        learning_rate: None for the workload's own.
     """
     if setup.sharding is None:
         with temporary_weights(setup.model, setup.device.torch_device):

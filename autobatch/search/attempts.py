@@ -67,10 +67,7 @@ def nothing_fits(
 ) -> DoesNotFitError:
     """Build the error that explains the memory of the smallest attempt, and lists what helps.
 
-    Args:
-        process: holds the setup.
-        smallest: the attempt, with its events up to the failure.
-        single_error: the error of a micro-batch of 1, if it was not out of memory, too.
+    ``single_error`` is that of a micro-batch of 1, if it was not out of memory, too.
     """
     last, largest = smallest.attempt, process.info.largest_sample
     parts = [

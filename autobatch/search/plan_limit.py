@@ -38,15 +38,7 @@ MOST_SAMPLES = 2**23
 
 
 def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, progress: Progress) -> Limit:
-    """Lower what a plan may ask for until the micro-batches of its batches fit; a note tells of it.
-
-    Args:
-        process: holds the setup.
-        limit: that of the longest samples.
-        samples: samples of a batch that this rank takes.
-        seed: of the order of the data.
-        progress: receives the attempts and the note.
-    """
+    """Lower what a plan may ask for until the micro-batches of a rank's samples fit; a note tells of it."""
     probe, info = limit.probe, process.info
     largest, multiple = probe.micro_batch, probe.multiple
     # An allocator without a cache does not fragment.

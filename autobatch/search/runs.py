@@ -19,9 +19,7 @@ ENDLESS = 1 << 62
 class Runs:
     """Runs that came to their end, and what they say of other sizes.
 
-    Args:
-        new_allocator: returns an empty model of the device's allocator, limited to the budget.
-        known: programs of an earlier search, which count until two runs give others.
+    Programs of an earlier search count until two runs give others.
     """
 
     def __init__(self, new_allocator: Callable[[], Allocator], known: Sequence[Program] = ()) -> None:

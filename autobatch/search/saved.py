@@ -54,12 +54,7 @@ class SavedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def recall(key: Mapping[str, KeyValue], home: Path) -> SavedLimit | None:
-    """Return the saved limit of a key under any budget; None if there is none.
-
-    Args:
-        key: everything that changes the answer, by name.
-        home: data directory.
-    """
+    """Return the saved limit of a key under any budget; None if there is none."""
     file = path_of(key, home)
     try:
         return msgspec.convert(read_json(file), SavedLimit) if file.is_file() else None

@@ -25,11 +25,7 @@ class MemoryStats(NamedTuple):
 
 
 class Allocator(ABC):
-    """An allocator of bytes from a budget, with the figures of `MemoryStats`.
-
-    Args:
-        limit: The budget; None for no limit.
-    """
+    """An allocator of bytes from a budget, with the figures of `MemoryStats`."""
 
     reserved_bytes: int | None = None
     peak_reserved_bytes: int | None = None
