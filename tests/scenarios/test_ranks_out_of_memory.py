@@ -56,8 +56,7 @@ def open_loop(group: Any, kind: str, fault: Fault, limits: Sequence[int] = LIMIT
         meter=Watching(fault),
         device=Quick(memory_budget="1GiB"),
     )
-    for optimizer in loop.train_state.optimizers:
-        optimizer.fault = fault
+    fault.watch(loop.train_state.optimizers)
 
     def marked(act: Any) -> Any:
         def run_marked(*args: Any) -> Any:

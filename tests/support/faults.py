@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import SilentMeter
 from autobatch.device.cpu import CpuDevice
 from tests.support.detection import count_shown, drawn_terms
@@ -40,6 +41,11 @@ class Fault(TorchDispatchMode):
                 raise self.error.with_traceback(None)
         return func(*args, **(kwargs or {}))
 
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Take the phase ``step`` from where weights move."""
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: setattr(self, "phase", "step"))
+
 
 class Watching:
     """Meter that passes the phase of the step to a fault, and measures as another meter does."""
@@ -48,22 +54,13 @@ class Watching:
         self._fault = fault
         self._inner = inner or SilentMeter()
 
-    def count(self, tensors) -> None:
-        self._inner.count(tensors)
-
-    def uncounted(self):
-        return self._inner.uncounted()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def mark(self, phase: str) -> None:
         self._inner.mark(phase)
         if self._fault is not None:
             self._fault.phase = phase
-
-    def stats(self) -> MemoryStats:
-        return self._inner.stats()
-
-    def trace(self):
-        return self._inner.trace()
 
 
 class Quick(CpuDevice):
@@ -73,19 +70,8 @@ class Quick(CpuDevice):
         pass
 
 
-class Stepping(torch.optim.AdamW):
-    """AdamW that tells the fault when it moves the weights."""
-
-    fault: Fault | None = None
-
-    def step(self, closure=None):
-        if self.fault is not None:
-            self.fault.phase = "step"
-        return super().step(closure)
-
-
 def plain(**changes):
-    return make_workload(**{"optimizer": lambda params, lr: Stepping(params, lr=0.01), **changes})
+    return make_workload(**{"optimizer": lambda params, lr: AdamW(params, lr=0.01), **changes})
 
 
 class Noisy(Rows):
@@ -96,17 +82,12 @@ class Noisy(Rows):
         return inputs + np.random.normal() + torch.randn((), dtype=inputs.dtype), labels
 
 
-def contrastive():
-    return plain(loss=INFO_NCE)
-
-
 def stateful(dtype: torch.dtype = torch.float64, **changes):
     """Make a workload with dropout, batch statistics and augmentation: all the state that a step changes."""
 
     def build() -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3)
-        ).to(dtype)
+        layers = (nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3))
+        return nn.Sequential(*layers).to(dtype)
 
     return plain(model=build, train_data=Noisy(*points(dtype=dtype).columns), **changes)
 
@@ -119,47 +100,31 @@ def stateful_terms(dtype: torch.dtype = torch.float64):
     return stateful(dtype, loss=drawn_terms, counts=count_shown)
 
 
-def train(workload, fault: Fault | None, *, device: Any | None = None, **options):
-    """Train with a fault in `FAULTY_STEP`, or with ``shrink_to`` as the micro-batch from that step on."""
+def train(
+    workload, fault: Fault | None, *, device: Any = None, shrink_to: int | None = None, precision="fp32"
+):
+    """Train three steps with a fault in `FAULTY_STEP`, or with another micro-batch from that step on."""
     device = device or Quick(memory_budget="1GiB")
-    with device.training() as meter:
-        return _train(workload, fault, device, Watching(fault, meter), **options)
-
-
-def _train(workload, fault, device, meter, *, shrink_to: int | None = None, steps: int = 3, precision="fp32"):
-    loop = make_loop(
-        workload,
-        target_batch=8,
-        micro_batch=4,
-        steps=steps,
-        meter=meter,
-        device=device,
-        precision=precision,
-    )
-    for optimizer in loop.train_state.optimizers:
-        optimizer.fault = fault
-    records = []
-    with fault or nullcontext():
+    with device.training() as inner, fault or nullcontext():
+        loop = make_loop(
+            workload, target_batch=8, micro_batch=4, steps=3, meter=Watching(fault, inner), device=device,
+            precision=precision,
+        )  # fmt: skip
         run = loop.run()
-        for _ in range(FAULTY_STEP):
-            records.append(next(run))
+        records = [next(run) for _ in range(FAULTY_STEP)]
         if fault is not None:
+            fault.watch(loop.train_state.optimizers)
             fault.armed, fault.phase = True, "data"
-        if shrink_to is not None:
-            loop.micro_batch = shrink_to
+        loop.micro_batch = shrink_to or loop.micro_batch
         records.append(next(run))
         if fault is not None:
             fault.armed = False
-        records += run
-    return loop, records
+        return loop, [*records, *run]
 
 
 def operators(workload, *, of_step: bool = False) -> list[tuple[int, str]]:
     """Return the numbers and phases of the operators of a step before its optimizer, or of that alone."""
     fault = Fault()
     train(workload, fault)
-    return [
-        (number, phase)
-        for number, phase in enumerate(fault.phases)
-        if (phase in ("optimizer", "step")) == of_step
-    ]
+    sites = enumerate(fault.phases)
+    return [(number, phase) for number, phase in sites if (phase in ("optimizer", "step")) == of_step]

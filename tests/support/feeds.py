@@ -58,5 +58,5 @@ def fed_samples(
 
 
 def loader_workers() -> list[ForkProcess]:
-    """Return the loader workers that run. The server that forks ranks for other tests was spawned."""
+    """Return the loader workers that run. Servers for other tests are no plain forks."""
     return [child for child in multiprocessing.active_children() if isinstance(child, ForkProcess)]
