@@ -64,8 +64,3 @@ def format_bytes(size: int | None) -> str:
         del names[0]
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{decimals}f} {names[0]}"
-
-
-def format_share(share: float) -> str:
-    """Return a share as a percentage: ``12.5%``, and ``0.03%`` for what would be rounded to nothing."""
-    return f"{share:.1%}" if share == 0 or abs(share) >= 0.001 else f"{100 * share:.1g}%"

@@ -23,7 +23,7 @@ from autobatch.core.knobs import COMPILE, PRECISION
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Probe, SizeCut
-from autobatch.core.units import format_share
+from autobatch.core.units import significant
 from autobatch.distributed.rank_plan import agree_on_cut
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.process import SetupProcess
@@ -173,8 +173,8 @@ def _obstacle(setup: Setup, sizes: Sizes) -> str | None:
     change = _change_beside_another(setup, samples)
     if change > TOLERANCE:
         return (
-            f"the loss of a short sample changes by {format_share(change)} beside the longest, so it depends "
-            "on padding or on other samples: let the model ignore padding with a mask, and return "
+            f"the loss of a short sample changes by {significant(100 * change)} % beside the longest, so it "
+            "depends on padding or on other samples: let the model ignore padding with a mask, and return "
             "Loss(total, count) if the loss is a mean over something else than samples"
         )
     if hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off":

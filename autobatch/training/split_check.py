@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.errors import InputError
-from autobatch.core.units import format_share
+from autobatch.core.units import significant
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, loses_context
 from autobatch.planning import micro_batches, split_evenly
@@ -338,7 +338,7 @@ def _judge(
     error = float((first - split).norm()) / norm
     if error <= tolerance:
         return Finding()
-    by = format_share(error) if error < 10 else f"{error:.1e} times"
+    by = f"{significant(100 * error)} %" if error < 10 else f"{error:.1e} times"
     said = (
         f"the gradient of {size} samples has the norm {norm:.4g} at once and {float(split.norm()):.4g} in "
         f"micro-batches, which differs by {by}"

@@ -48,13 +48,6 @@ def test_valid_values_are_accepted(command: str, values: dict[str, Any], changed
         assert options.checkpoint_seconds == 900
 
 
-def deep_table() -> dict[str, Any]:
-    deep: dict[str, Any] = {}
-    for _ in range(100_000):
-        deep = {"a": deep}
-    return deep
-
-
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *(
         ("probe", {"device": device}, "must be auto, cuda, cuda:N, cpu or sim:PROFILE, found")
@@ -70,7 +63,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"memory_budget": "0%"}, "memory_budget: '0%' is not a share of memory"),
     ("fit", {"steps": 2, "epochs": 2}, "steps 2 and epochs 2 exclude each other"),
     ("fit", {"steps": 10**30}, f"steps must be a whole number of 1 or more, found {10**30}"),
-    ("fit", {"steps": deep_table()}, "found a value of type dict that is too long to show"),
     ("fit", {"ema": 1}, "ema must be a number over 0 and under 1, found 1"),
     ("fit", {"json": 3}, "json must be true or false, found 3"),
     ("fit", {"split": "sizes"}, "split must be one of auto, count, size, found 'sizes'"),
@@ -92,9 +84,6 @@ def test_wrong_values_are_refused_in_one_line(command: str, values: dict[str, An
     assert said in str(raised.value)
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 400
-    deep = values.get("steps")
-    while isinstance(deep, dict) and deep:  # freed one by one: Python would recurse
-        deep = deep.pop("a")
 
 
 def test_the_keywords_are_the_options_with_their_choices_and_defaults() -> None:
