@@ -37,7 +37,7 @@ from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignor
 from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError, InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.signals import PR_SET_PDEATHSIG
-from autobatch.device.oom import is_oom
+from autobatch.device.oom import first_line, is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
 from autobatch.distributed.ranks import EARLIER_OUT, VERDICT, Launch, Ranks, write_error_file
 
@@ -50,14 +50,23 @@ FINAL_CODES = (2, 3)
 """Exit codes that a restart cannot change."""
 _OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer")
 """The texts of failed collectives."""
-_PLACE_OF_SOURCE = re.compile(r"^\[[^\]]*\] ?")
-"""The file of torch at the front of them."""
 
 T = TypeVar("T")
 
 
 class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like ProcessLookupError
-    """A collective failed, because another rank ended, hangs or cannot be reached."""
+    """A collective failed, because another rank ended, hangs or cannot be reached.
+
+    Args:
+        act: the purpose, in the words that follow "could not".
+        who: the ranks that are missing.
+    """
+
+    def __init__(self, act: str, who: str = "a rank") -> None:
+        super().__init__(
+            f"{who} ended, hangs or cannot be reached, so this one could not {act}: its own log or the "
+            "launcher's summary has the cause"
+        )
 
 
 class EarlierVerdict(AutobatchError):  # noqa: N818 - an event, not a fault
@@ -106,7 +115,7 @@ class Group(Ranks):
 
     def lost(self, act: str, error: Exception) -> RankLost:
         """Return the error of a collective in the user's words."""
-        return rank_lost(act, error)
+        return RankLost(act)
 
     def gather(self, value: T) -> list[T]:
         """See `Ranks.gather`."""
@@ -198,12 +207,8 @@ class LaunchedGroup(Group):
     def device(self, spec: str) -> str:
         """See `Ranks.device`."""
         launch = self._launch
-        device = device_of_rank(
-            spec,
-            local_rank=launch.local_rank,
-            local_world=launch.local_world,
-            gpus=torch.cuda.device_count(),
-        )
+        gpus = torch.cuda.device_count()
+        device = device_of_rank(spec, local_rank=launch.local_rank, local_world=launch.local_world, gpus=gpus)
         places = self.gather((self.host, gpu_uuid(device)))
         for rank, place in enumerate(places):
             other = places.index(place)
@@ -227,7 +232,7 @@ class LaunchedGroup(Group):
                     break
                 time.sleep(PAUSE_S)
         named = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
-        return rank_lost(act, error, named if missing else "a rank")
+        return RankLost(act, named if missing else "a rank")
 
     def _disconnect(self) -> None:
         groups = [None] if self._is_owner else [one for one in (self._messages, self._of_rank_0) if one]
@@ -245,17 +250,10 @@ class LaunchedGroup(Group):
     def fail(self, line: str, code: int) -> int | None:
         """See `Ranks.fail`. The first failure in the store counts, and each one if the store has gone."""
         write_error_file(os.environ, line, self._out)
-        own = json.dumps(
-            {
-                "run_id": self._launch.run_id,
-                "restart": self._launch.restart,
-                "rank": self.rank,
-                "host": self.host,
-                "code": code,  # torchrun replaces it by 1
-                "line": line,
-            },
-            indent=2,
-        )
+        of_run = {"run_id": self._launch.run_id, "restart": self._launch.restart}
+        # torchrun replaces the code by 1.
+        of_rank = {"rank": self.rank, "host": self.host, "code": code, "line": line}
+        own = json.dumps({**of_run, **of_rank}, indent=2)
         first = own.encode()
         with suppress(RuntimeError):
             first = self._start.compare_set("verdict", "", own)
@@ -285,7 +283,9 @@ def join_launch(launch: Launch, limit_s: float) -> LaunchedGroup:
         EarlierVerdict: an earlier start of the same run ended for good.
         RankLost: a rank did not start, or the store of the run does not answer.
     """
-    if launch.has_agent_store and sys.platform == "linux":
+    # The launcher keeps the store, which then outlives every rank.
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_kept and sys.platform == "linux":
         # The launcher may be killed, and nothing else would end its ranks.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     limit = datetime.timedelta(seconds=limit_s)
@@ -294,7 +294,7 @@ def join_launch(launch: Launch, limit_s: float) -> LaunchedGroup:
             launch.address,
             launch.port,
             None,
-            is_master=launch.rank == 0 and not launch.has_agent_store,
+            is_master=launch.rank == 0 and not is_kept,
             timeout=limit,
             wait_for_workers=False,
         )
@@ -310,7 +310,7 @@ def join_launch(launch: Launch, limit_s: float) -> LaunchedGroup:
         raise
     except RuntimeError as error:
         where = f"at {launch.address}:{launch.port}, where {launch.world} ranks meet"
-        raise rank_lost(f"join the others {where}", error) from error
+        raise RankLost(f"join the others {where} ({first_line(error)})") from error
 
 
 def join_loop() -> Group:
@@ -330,7 +330,7 @@ def join_loop() -> Group:
             # A loop may join for every epoch, and each group takes threads and sockets.
             messages = dist.new_group(backend="gloo", timeout=limit)
     except RuntimeError as error:
-        raise rank_lost("join the other ranks", error) from error
+        raise RankLost(f"join the others ({first_line(error)})") from error
     return Group(messages, limit)
 
 
@@ -339,22 +339,6 @@ def join_existing(world: int) -> Group | None:
     if not dist.is_initialized() or dist.get_world_size() != world:
         return None
     return join_loop()
-
-
-def rank_lost(act: str, error: Exception, who: str = "a rank") -> RankLost:
-    """Return the error of a collective in the user's words.
-
-    Args:
-        act: the purpose, in the words that follow "could not".
-        error: of torch.
-        who: the ranks that are missing.
-    """
-    text = (str(error).splitlines() or [""])[0].partition(" This is typically")[0]
-    text = _PLACE_OF_SOURCE.sub("", text).rstrip(".")
-    return RankLost(
-        f"{who} ended, hangs or cannot be reached, so this one could not {act} ({text}): its own log or the "
-        "launcher's summary has the cause"
-    )
 
 
 def is_of_collective(error: Exception) -> bool:

@@ -31,26 +31,18 @@ def agree_on_limit(
         device: of this rank.
 
     Returns:
-        The probe with the limit and its evidence, the micro-batch that a plan may ask for on each rank, and a
-        note that names the smallest GPU if the limits differ.
+        The probe of the rank with the least limit, what a plan may ask for on each rank, and a note that
+        names the smallest GPU if the limits differ.
     """
     of_ranks = ranks.gather((probe, planned, f"{device.name} on {ranks.host}"))
     rank, (least, _, where) = min(enumerate(of_ranks), key=lambda item: item[1][0].micro_batch)
     largest = max(other.micro_batch for other, _, _ in of_ranks)
-    agreed = msgspec.structs.replace(
-        probe,
-        micro_batch=least.micro_batch,
-        limited_by=least.limited_by,
-        upper_bound_by=least.upper_bound_by,
-        world_size=len(of_ranks),
+    note = (
+        f"all ranks take micro-batches of at most {least.micro_batch:,}, as fit on rank {rank} ({where}), "
+        f"although {largest:,} fit on others"
     )
-    note = None
-    if least.micro_batch < largest:
-        note = (
-            f"all ranks take micro-batches of at most {least.micro_batch:,}, as fit on rank {rank} "
-            f"({where}), although {largest:,} fit on others"
-        )
-    return agreed, min(planned for _, planned, _ in of_ranks), note
+    agreed = msgspec.structs.replace(least, world_size=ranks.world)
+    return agreed, min(own for _, own, _ in of_ranks), note if least.micro_batch < largest else None
 
 
 def agree_on_cut(ranks: Ranks, cut: SizeCut | None) -> SizeCut | None:

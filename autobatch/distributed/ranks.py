@@ -10,9 +10,8 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
@@ -100,8 +99,7 @@ class Ranks:
         """Leave the ranks after all of them have ended well."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
+class Launch(NamedTuple):
     """Place of this process among the ranks of a run, in the words of torchrun."""
 
     rank: int
@@ -113,8 +111,6 @@ class Launch:
     address: str
     port: int
     """Port of ``address`` at which the store of the run listens."""
-    has_agent_store: bool
-    """True if the launcher keeps the store, which then outlives every rank."""
     run_id: str
     restart: int
     """Starts of the ranks before this one."""
@@ -126,27 +122,24 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     Raises:
         InputError: a variable is missing or invalid.
     """
+    world, wrong = launched_world(environ), ""
+    if world == 1:
+        return None
     try:
-        world = launched_world(environ)
-        if world == 1:
-            return None
         rank, local_world = int(environ["RANK"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
         launch = Launch(
-            rank=rank,
-            world=world,
-            local_rank=int(environ.get("LOCAL_RANK", rank % max(1, local_world))),
-            local_world=local_world,
-            address=environ["MASTER_ADDR"],
-            port=int(environ.get("MASTER_PORT", "29500")),
-            has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
-            restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            rank,
+            world,
+            int(environ.get("LOCAL_RANK", rank % max(1, local_world))),
+            local_world,
+            environ["MASTER_ADDR"],
+            int(environ.get("MASTER_PORT", "29500")),
+            environ.get("TORCHELASTIC_RUN_ID", "none"),
+            int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
         wrong = "" if 0 <= rank < world else f"RANK is {rank}, and WORLD_SIZE is {world}"
-    except KeyError as error:
-        wrong = f"{error.args[0]} is not set"
-    except ValueError as error:
-        wrong = str(error)
+    except (KeyError, ValueError) as error:
+        wrong = f"{error} is not set" if isinstance(error, KeyError) else str(error)
     if wrong:
         raise InputError(
             f"the environment describes no ranks ({wrong}): start them with "

@@ -59,10 +59,9 @@ class Layout(NamedTuple):
             yield None
             return
         from autobatch.distributed.sharding.build import fake_ranks
-        from autobatch.distributed.sharding.model import Sharding
 
-        with fake_ranks(self.world) as mesh:
-            yield Sharding(mesh)
+        with fake_ranks(self.world) as sharding:
+            yield sharding
 
 
 def estimate_limits(workload: Workload, options: Options) -> Estimates:

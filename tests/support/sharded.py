@@ -95,7 +95,7 @@ def state_of(workload: Workload, model: torch.nn.Module, precision: Any = "fp32"
 def predict(workload: Workload, case: Case, world: int) -> Trace:
     """Trace the steps as rank 0 of so many; call this in a process of its own."""
     torch.set_num_threads(1)
-    with fake_ranks(world) as mesh:
+    with fake_ranks(world) as sharding:
         setting = TracedStep(
             workload=workload,
             model=workload.model(),
@@ -103,7 +103,7 @@ def predict(workload: Workload, case: Case, world: int) -> Trace:
             precision=case.precision,
             capability=None,
             steps=case.steps,
-            sharding=lambda: nullcontext(Sharding(mesh)),
+            sharding=lambda: nullcontext(sharding),
         )
         return record(setting, case.micro_batch).trace
 

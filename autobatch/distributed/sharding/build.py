@@ -81,12 +81,12 @@ def sharded_copy(
 
     Args:
         model: on ``meta`` or in host memory; left unchanged.
-        sharding: the ranks, which may exchange nothing.
+        sharding: of `sharding_alone`.
         precision: of the forward pass.
         device: of the rank.
 
     Raises:
-        InputError: the model cannot be sharded; the message says why.
+        InputError: the model cannot be sharded.
     """
     made = on_meta(model)
     sharded = sharding(made, precision)
@@ -104,11 +104,11 @@ def sharded_copy(
 
 
 @contextmanager
-def fake_ranks(world: int) -> Iterator[DeviceMesh]:
-    """Act as rank 0 of ``world`` within the block, and return the mesh of all ranks.
+def fake_ranks(world: int) -> Iterator[Sharding]:
+    """Act as rank 0 of ``world`` within the block. Rank 0 has the largest shard of every parameter.
 
-    Rank 0 has the largest shard of every parameter. What torch keeps of a mesh outlives the group, so a
-    process that may train over real ranks later opens this in a child.
+    What torch keeps of a mesh outlives the group, so a process that may train over real ranks later opens
+    this in a child.
 
     Raises:
         InputError: this process is a rank of a real group already.
@@ -118,15 +118,14 @@ def fake_ranks(world: int) -> Iterator[DeviceMesh]:
             f"--ranks {world} predicts a rank in a process of its own, and this process has a process group "
             "already: call torch.distributed.destroy_process_group() first, or run autobatch estimate"
         )
-    mesh = open_fake_mesh(world, "cpu")
     try:
-        yield mesh
+        yield sharding_alone(world, "cpu")
     finally:
         dist.destroy_process_group()
 
 
-def open_fake_mesh(world: int, device_type: str) -> DeviceMesh:
-    """Return a mesh of this many ranks that exchange nothing, until the end of this process.
+def sharding_alone(world: int, device_type: str) -> Sharding:
+    """Return the sharding of a process that runs the steps of a rank, and exchanges nothing until its end.
 
     A process without a group becomes rank 0. A rank of a real group keeps its place, and all ranks of it call
     this together.
@@ -135,14 +134,10 @@ def open_fake_mesh(world: int, device_type: str) -> DeviceMesh:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        return DeviceMesh.from_group(dist.new_group(backend="fake"), device_type, mesh_dim_names=ALONE)
+        group = dist.new_group(backend="fake")
+        return Sharding(DeviceMesh.from_group(group, device_type, mesh_dim_names=ALONE))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    return init_device_mesh(device_type, (world,), mesh_dim_names=ALONE)
-
-
-def sharding_alone(world: int, device_type: str) -> Sharding:
-    """Return the sharding of a process that runs the steps of a rank without the other ranks."""
-    return Sharding(open_fake_mesh(world, device_type))
+    return Sharding(init_device_mesh(device_type, (world,), mesh_dim_names=ALONE))
 
 
 def on_meta(model: nn.Module) -> nn.Module:
