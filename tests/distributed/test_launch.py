@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
@@ -104,37 +104,16 @@ def test_a_killed_rank_ends_all_and_the_user_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "verdict.json").exists()
 
 
-def begin_run(folder: Path, *, pause: str, steps: int, stderr: int | IO[str]) -> subprocess.Popen[str]:
-    """Start a run whose loss pauses, and go on beside it."""
-    (folder / "work.py").write_text(WORKLOAD.replace("EXTRA", pause))
-    return subprocess.Popen(
-        command(*FIT, "--steps", str(steps)),
-        cwd=folder,
-        env=environment(folder, PYTHONPATH=str(Path(__file__).parents[2])),
-        stderr=stderr,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-
-
-@pytest.mark.slow
-def test_a_second_signal_leaves_no_checkpoint_although_native_code_runs(tmp_path: Path) -> None:
-    pause = "steps() and torch.linalg.eigvals(torch.rand(2000, 2000))"
-    process = begin_run(tmp_path, pause=pause, steps=900, stderr=subprocess.PIPE)
-    while process.poll() is None and not (tmp_path / "run" / "metrics.jsonl").exists():
-        time.sleep(0.1)
-    for _ in range(2):
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
 @pytest.mark.slow
 def test_ranks_stop_with_a_checkpoint_if_their_launcher_is_killed(tmp_path: Path) -> None:
-    with (tmp_path / "errors").open("w") as errors:
-        process = begin_run(tmp_path, pause="time.sleep(0.05)", steps=100_000, stderr=errors)
+    (tmp_path / "work.py").write_text(WORKLOAD.replace("EXTRA", "time.sleep(0.05)"))
+    process = subprocess.Popen(
+        command(*FIT, "--steps", "100000"),
+        cwd=tmp_path,
+        env=environment(tmp_path, PYTHONPATH=str(Path(__file__).parents[2])),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
     metrics = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not metrics.exists():
         time.sleep(0.1)

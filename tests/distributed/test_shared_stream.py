@@ -54,29 +54,25 @@ def fit(out: str, options: dict[str, Any]) -> tuple[str, list[float], list[str]]
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("options", "world"),
-    [({"steps": 4}, 2), pytest.param({"epochs": 2}, 3, marks=pytest.mark.slow)],
+    ("options", "worlds"),
+    [
+        ({"steps": 4}, (2,)),
+        pytest.param({"epochs": 2}, (3,), marks=pytest.mark.slow),
+        pytest.param({"steps": 6}, (3, 2, 1), marks=pytest.mark.slow, id="resumed on other ranks"),
+    ],
     ids=str,
 )
 def test_ranks_train_on_the_stream_of_one_process(
-    server: RankServer, tmp_path: Path, options: dict[str, Any], world: int
+    server: RankServer, tmp_path: Path, options: dict[str, Any], worlds: tuple[int, ...]
 ) -> None:
-    _, expected, _ = fit(str(tmp_path / "alone"), {**options, "trials": 0})
-    found = server.values(fit, str(tmp_path / "run"), options, world=world)
+    _, expected, _ = fit(str(tmp_path / "alone"), options)
+    out = str(tmp_path / "run")
+    for number, world in enumerate(worlds, 1):
+        part = options if number == len(worlds) else {"steps": 2 * number}
+        found = server.values(fit, out, {**part, "resume": number > 1}, world=world)
     assert len({one[0] for one in found}) == 1
     assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
     assert not any("split by rank" in line for line in found[0][2])
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_run_resumes_in_the_stream_on_another_number_of_ranks(server: RankServer, tmp_path: Path) -> None:
-    _, expected, _ = fit(str(tmp_path / "alone"), {"steps": 6, "trials": 0})
-    out = str(tmp_path / "run")
-    server.values(fit, out, {"steps": 2}, world=3)
-    server.values(fit, out, {"steps": 4, "resume": True}, world=2)
-    _, found, _ = fit(out, {"steps": 6, "resume": True, "trials": 0})
-    assert apart(torch.tensor(found), torch.tensor(expected)) < 1e-12
 
 
 def send_samples() -> tuple[bool, int]:
