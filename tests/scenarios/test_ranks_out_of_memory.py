@@ -20,7 +20,6 @@ from autobatch.training.loop import Loop
 from autobatch.training.resume import load_run_state, restore_loop
 from autobatch.training.run import train
 from autobatch.training.run_folder import RunFiles
-from tests.support.checkpoints import facts_of
 from tests.support.detection import detection, scenes
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
 from tests.support.options import as_options
@@ -41,9 +40,10 @@ WORKLOADS = {
 }
 
 
-def open_loop(kind: str, site: int | None = None, limits: list[int] = LIMITS) -> tuple[Loop, Fault]:
+def open_loop(
+    group: LaunchedGroup, kind: str, site: int | None = None, limits: list[int] = LIMITS
+) -> tuple[Loop, Fault]:
     """Build a loop with a fault on one rank, which knows when the sums of the ranks are exchanged."""
-    group = open_group()
     fault = Fault(*([site] if group.rank == FAULTY_RANK and site is not None else []))
     build: Any = sharded_loop if kind == "sharded" else ranked_loop
     kind, _, step = kind.partition(", step ")
@@ -74,29 +74,24 @@ def open_loop(kind: str, site: int | None = None, limits: list[int] = LIMITS) ->
     return loop, fault
 
 
-def group_of(loop: Loop) -> LaunchedGroup:
-    group = loop.engine.ranks
-    assert isinstance(group, LaunchedGroup)
-    return group
-
-
-def run_with_fault(kind: str, site: int | None) -> tuple[Tensor, list[str], tuple[int, int, list[str]]]:
+def run_with_fault(
+    group: LaunchedGroup, kind: str, site: int | None
+) -> tuple[Tensor, list[str], tuple[int, int, list[str]]]:
     """Train; return the weights, the phase of each operator, and how the loop recovered."""
-    loop, fault = open_loop(kind, site)
+    loop, fault = open_loop(group, kind, site)
     with fault:
         messages = [one.recovered for one in loop.run() if one.recovered is not None]
-    group_of(loop).close()
     return weights(loop.train_state.model), fault.phases, (loop.oom_recoveries, loop.micro_batch, messages)
 
 
 def fail_everywhere(kind: str, stride: int) -> tuple[int, float, list[Any]]:
     """Let memory run out at operators before the sums are exchanged; return sites and worst error."""
     torch.set_num_threads(1)
-    expected, phases, _ = run_with_fault(kind, None)
     group = open_group()
+    expected, phases, _ = run_with_fault(group, kind, None)
     sites = group.gather([n for n, phase in enumerate(phases) if phase in RECOVERED])[FAULTY_RANK]
+    found = [run_with_fault(group, kind, site) for site in sites[::stride]]
     group.close()
-    found = [run_with_fault(kind, site) for site in sites[::stride]]
     return len(sites), max(apart(own, expected) for own, _, _ in found), [seen for _, _, seen in found]
 
 
@@ -122,7 +117,7 @@ def test_a_batch_runs_again_wherever_memory_ran_out(server: RankServer, kind: st
 
 def files_of(loop: Loop, out: str) -> RunFiles:
     options = as_options("fit", target_batch=14, checkpoint_every=1, keep_last=9)
-    return RunFiles(out=Path(out), options=options, facts=facts_of(loop))
+    return RunFiles(out=Path(out), options=options, facts={})
 
 
 def leave(out: str, kind: str, site: int | None) -> list[str]:
@@ -132,8 +127,8 @@ def leave(out: str, kind: str, site: int | None) -> list[str]:
         The phase of each operator; a rank that leaves returns nothing.
     """
     torch.set_num_threads(1)
-    loop, fault = open_loop(kind, site)
-    group = group_of(loop)
+    group = open_group()
+    loop, fault = open_loop(group, kind, site)
     group.enter(Path(out))
     (optimizer,) = loop.train_state.optimizers
     optimizer.register_step_post_hook(lambda *_: print("step", file=steps, flush=True))
@@ -148,15 +143,16 @@ def leave(out: str, kind: str, site: int | None) -> list[str]:
 
 def train_smaller(kind: str, out: str | None, limit: int) -> tuple[Tensor, int]:
     """Resume the run in the smaller micro-batches that it left, or train in them from the beginning."""
-    loop, _ = open_loop(kind, limits=LIMITS if out else [limit, limit])
+    group = open_group()
+    loop, _ = open_loop(group, kind, limits=LIMITS if out else [limit, limit])
     if out is None:
         list(loop.run())
     else:
-        resumed = load_run_state(Path(out), loop.engine.ranks)
+        resumed = load_run_state(Path(out), group)
         restore_loop(loop, resumed.state, same_hardware=True, folder=resumed.path)
         train(loop, files_of(loop, out), Progress(), resumed)
     parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in loop.train_state.model.parameters()]
-    group_of(loop).close()
+    group.close()
     return torch.cat([part.detach().flatten() for part in parts]), loop.micro_batch
 
 
