@@ -23,7 +23,7 @@ from autobatch.core.records import (
     StepRecord,
     Training,
 )
-from autobatch.core.text import error_text, printable_lines
+from autobatch.core.text import LONGEST_VALUE, error_text, printable, printable_lines
 from autobatch.core.version import __version__
 from autobatch.report.facts import final_facts
 from autobatch.report.tables import estimate_lines
@@ -161,6 +161,10 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
     def _text(self) -> str:
         lines = estimate_lines(self.estimates, self.over_ranks)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def __repr__(self) -> str:
+        fits = ", ".join(f"{gpu.micro_batch} on {gpu.profile}" for gpu in self.estimates)
+        return f"<Estimates: {printable(fits, limit=LONGEST_VALUE)}>"
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"

@@ -90,6 +90,7 @@ def test_results_are_printed_as_a_summary_and_represented_in_one_line() -> None:
         "12",
     ]
     assert lines[-1] == "note: no GPU was used"
+    assert repr(estimates) == "<Estimates: 90 on rtx-4090>"
     for found in (result, plan, estimates):
         assert len(repr(found)) < 160
         assert "\n" not in repr(found)
