@@ -92,11 +92,8 @@ def profiles(words: list[str]) -> Answer:
                 measured = " (measured)" if profile.total.measured else ""
                 title = f"{profile.title}{measured}"
                 rows.append([profile.name, format_bytes(profile.total_bytes), capability, title])
-            remark = (
-                "CC: compute capability. Figures without (measured) are from public sources: profiles show"
-            )
             content = {"schema": SCHEMA, "autobatch": __version__, "profiles": known}
-            return content, "\n".join([*aligned(rows), f"{remark} NAME"])
+            return content, "\n".join([*aligned(rows), "CC: compute capability. Sources: profiles show NAME"])
         case ["show", name]:
             profile = load_profile(name)
             return profile, format_profile(profile).rstrip()

@@ -80,7 +80,8 @@ def test_long_runs_are_thinned_and_smoothed_but_keep_their_spikes() -> None:
 def test_each_term_and_each_held_out_figure_has_a_curve_if_it_has_a_course() -> None:
     steps = [a_step(at, terms={"boxes": 0.5}, validation={"f1": 0.5, "loss": 1.0}) for at in (1, 2)]
     titles = (">loss: boxes<", ">held-out f1<", ">held-out loss<")
-    assert all(title in trained(*steps) for title in titles)
+    drawn = trained(*steps)
+    assert all(title in drawn for title in titles)
     alone = trained(a_step(1), a_step(3, validation={"f1": 0.5}))
     assert not any(title in alone for title in (*titles, ">micro-batch<", ">running mean<"))
 

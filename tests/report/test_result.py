@@ -44,6 +44,7 @@ def test_unreadable_rows_are_left_out_and_counted(tmp_path: Path) -> None:
         (b'{"device": ' * 100_000, "is not JSON: "),
         (b'{"checkpoints": [' + b"9" * 5000 + b"]}", "is not JSON: "),
     ],
+    ids=range(7),
 )
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:
