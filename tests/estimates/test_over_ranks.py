@@ -12,13 +12,13 @@ from torch.nn import functional
 from autobatch import WholeBatchLoss
 from autobatch.estimates.estimator import estimate_limits
 from tests.support.options import as_options
-from tests.support.step_workloads import Tokens, Transformer, make, token_loss
+from tests.support.step_workloads import TOKENS, Transformer, make, token_loss
 
 WIDTH = 128
 
 
 def workload(depth: int = 3, width: int = WIDTH):
-    return make(lambda: Transformer(width, depth), data=Tokens(), loss=token_loss)
+    return make(lambda: Transformer(width, depth), data=TOKENS, loss=token_loss)
 
 
 def settings_of(budget, target_batch=None, ranks=None, **more):
@@ -83,7 +83,7 @@ def contrastive():
         return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
     loss = WholeBatchLoss(represent=lambda model, batch: model(batch).mean(1), loss=info_nce)
-    return make(lambda: Transformer(WIDTH, 1), data=Tokens(), loss=loss)
+    return make(lambda: Transformer(WIDTH, 1), data=TOKENS, loss=loss)
 
 
 @pytest.mark.program

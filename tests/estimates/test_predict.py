@@ -17,8 +17,8 @@ from autobatch.estimates.suggestions import Change, changes_of, helpful, suggest
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, with_knobs
 from tests.support.step_workloads import (
+    TOKENS,
     WORKLOADS,
-    Tokens,
     Transformer,
     deep_transformer,
     make,
@@ -72,7 +72,7 @@ def deep(recompute: bool = False, fused: bool | None = None):
     """Return a workload deep enough that checkpointing helps."""
     return make(
         partial(Transformer, depth=2, recompute=recompute),
-        data=Tokens(),
+        data=TOKENS,
         loss=token_loss,
         optimizer=lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate, fused=fused),
     )
@@ -119,7 +119,7 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
     one = traced_step(setup(deep()), capability=(8, 0))
     old = traced_step(setup(deep()), capability=(7, 0))
     assert {c.name for c in changes_of(one)} - {c.name for c in changes_of(old)} == {"bf16"}
-    wrong = replace(one, workload=make(Transformer, data=Tokens(), loss=lambda model, ids: model(ids)))
+    wrong = replace(one, workload=make(Transformer, data=TOKENS, loss=lambda model, ids: model(ids)))
     untraced = [Change("fused", "a fused optimizer", wrong)]
     found = helpful(footprint(one), untraced, Spending(BUDGET, gpu_allocator, 5000))
     assert {remedy.name for remedy in found} <= {"expandable_segments"}

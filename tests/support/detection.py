@@ -37,50 +37,45 @@ def scenes(samples: int = 48) -> Rows:
     return Rows(inputs, labels, boxes, present)
 
 
-def box_total(found: Tensor, boxes: Tensor, present: Tensor) -> Tensor:
-    return (found - boxes).abs().sum(1)[present].sum()
+def boxes_and_logits(model: nn.Module, batch: Batch) -> tuple[Loss, Tensor]:
+    inputs, _, boxes, present = batch
+    logits, found = model(inputs)
+    total = 5 * (found - boxes).abs().sum(1)[present].sum()
+    return Loss(total, int(present.sum())), logits
 
 
 def terms(model: nn.Module, batch: Batch) -> dict[str, Loss]:
     """As DETR: boxes ÷ their number, classes ÷ the sum of their weights."""
-    inputs, labels, boxes, present = batch
-    logits, found = model(inputs)
-    weight = CLASS_WEIGHTS
-    return {
-        "boxes": Loss(5 * box_total(found, boxes, present), int(present.sum())),
-        "classes": Loss(cross_entropy(logits, labels, weight, reduction="sum"), weight[labels].sum()),
-    }
-
-
-def whole(model: nn.Module, batch: Batch) -> Tensor:
-    """The same as a loop without micro-batches writes it."""
-    inputs, labels, boxes, present = batch
-    logits, found = model(inputs)
-    per_box = 5 * (found - boxes).abs().sum(1)[present]
-    return per_box.sum() / max(len(per_box), 1) + cross_entropy(logits, labels, CLASS_WEIGHTS)
-
-
-def counts(batch: Batch) -> dict[str, float]:
-    return {"classes": float(CLASS_WEIGHTS[batch[1]].sum()), "boxes": len(batch[3].nonzero())}
-
-
-def boxes_only(model: nn.Module, batch: Batch) -> dict[str, Loss]:
-    inputs, _, boxes, present = batch
-    return {"boxes": Loss(box_total(model(inputs)[1], boxes, present), int(present.sum()))}
+    boxes, logits = boxes_and_logits(model, batch)
+    total = cross_entropy(logits, batch[1], CLASS_WEIGHTS, reduction="sum")
+    return {"boxes": boxes, "classes": Loss(total, CLASS_WEIGHTS[batch[1]].sum())}
 
 
 def with_mean(model: nn.Module, batch: Batch) -> dict[str, Tensor | Loss]:
     """Beside a `Loss`, a mean over samples."""
-    inputs, _, boxes, present = batch
-    logits, found = model(inputs)
-    total = 5 * box_total(found, boxes, present)
-    return {"boxes": Loss(total, int(present.sum())), "pull": logits.square().mean()}
+    boxes, logits = boxes_and_logits(model, batch)
+    return {"boxes": boxes, "pull": logits.square().mean()}
+
+
+def per_box(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the mean over the boxes as a loop without micro-batches writes it, and the logits."""
+    logits, found = model(batch[0])
+    errors = 5 * (found - batch[2]).abs().sum(1)[batch[3]]
+    return errors.sum() / max(len(errors), 1), logits
+
+
+def whole(model: nn.Module, batch: Batch) -> Tensor:
+    mean, logits = per_box(model, batch)
+    return mean + cross_entropy(logits, batch[1], CLASS_WEIGHTS)
 
 
 def whole_with_mean(model: nn.Module, batch: Batch) -> Tensor:
-    logits, found = model(batch[0])
-    per_box = 5 * (found - batch[2]).abs().sum(1)[batch[3]]
-    return per_box.sum() / max(len(per_box), 1) + logits.square().mean()
+    mean, logits = per_box(model, batch)
+    return mean + logits.square().mean()
+
+
+def counts(batch: Batch) -> dict[str, float]:
+    return {"classes": float(CLASS_WEIGHTS[batch[1]].sum()), "boxes": len(batch[3].nonzero())}
 
 
 def two_means(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

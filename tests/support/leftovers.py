@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
+from unittest.mock import patch
 
-SECONDS = 60.0
-"""Time for processes that were killed to end."""
 AFTER_ALL = -1000
 """Priority of what is done last when a process ends."""
 OF_TORCH = "torchinductor_"
@@ -26,41 +25,29 @@ def no_leftovers() -> Iterator[None]:
     Raises:
         AssertionError: a file is left there, or a process that nobody waits for.
     """
-    before = os.environ.get("TMPDIR"), tempfile.tempdir
     # Not in the folder of pytest: the path of a socket has a hundred characters at most.
     name = tempfile.mkdtemp(prefix="tests-")
     # After `multiprocessing` has removed its own folder, which it does when this process ends.
     util.Finalize(None, shutil.rmtree, (name,), {"ignore_errors": True}, exitpriority=AFTER_ALL)
-    os.environ["TMPDIR"] = tempfile.tempdir = name
-    own = util.get_temp_dir()  # forked processes use it too
-    try:
+    with patch.dict(os.environ, TMPDIR=name), patch.object(tempfile, "tempdir", name):
+        own = util.get_temp_dir()  # forked processes use it too
         yield
-    finally:
-        tempfile.tempdir = before[1]
-        os.environ.pop("TMPDIR")
-        if before[0] is not None:
-            os.environ["TMPDIR"] = before[0]
-    found = _orphans(name)
-    assert not found, f"processes that nobody waits for: {found}"
+    deadline = time.monotonic() + 60  # processes that were killed need some time to end
+    while (orphans := _orphans(name)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not orphans, f"processes that nobody waits for: {orphans}"
     files = [path.name for path in Path(name).iterdir() if path != Path(own)]
-    assert not [one for one in files if not one.startswith(OF_TORCH)], f"temporary files: {files}"
+    assert not [file for file in files if not file.startswith(OF_TORCH)], f"temporary files: {files}"
 
 
 def _orphans(folder: str) -> dict[int, str]:
     """Return the commands of processes that began with this folder and have lost their parent, on Linux."""
-    deadline = time.monotonic() + SECONDS
-    while (found := _orphans_now(folder)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
-
-
-def _orphans_now(folder: str) -> dict[int, str]:
-    found = {}
+    orphans = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             has_folder = f"TMPDIR={folder}\0".encode() in (process / "environ").read_bytes()
             # After the name, which may contain anything but the last bracket: the state and the parent.
             parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
             if has_folder and parent == "1":
-                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")[:200]
-    return found
+                orphans[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")[:200]
+    return orphans

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from autobatch import Probe, Progress, Result, Workload
 from autobatch.api.pipeline import run_command
 from autobatch.api.run import Run
-from autobatch.core.options import Options, options_from
-from autobatch.rehearsal.process import ThisProcess
-from autobatch.rehearsal.setup import Setup
-from autobatch.search.find_limit import find_limit
+from autobatch.core.options import options_from
 
 WIDTH = 16
 
@@ -100,13 +96,6 @@ def probed(workload: Workload, **options) -> tuple[Result, Listener]:
     listener = Listener()
     asked = options_from("probe", {"device": "cpu", "memory_budget": "80KiB"} | options)
     return run_command(Run(workload=workload, options=asked, progress=listener)), listener
-
-
-def limit_of(setup: Setup, home: Path, progress: Progress | None = None, **limits) -> Any:
-    """Find the largest micro-batch on a setup that is open here."""
-    return find_limit(
-        ThisProcess(setup), Options().with_values(**limits), home=home, progress=progress or Progress()
-    )
 
 
 def probe_of(micro_batch: int, **changes: Any) -> Probe:

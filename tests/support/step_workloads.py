@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
 
 from autobatch import Loss, Workload
 from autobatch.core.units import GiB
@@ -19,29 +18,10 @@ from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.setup import Setup
 from tests.support.training import Rows, make_setup
 
-
-class Tokens(Dataset):
-    """Sequences of 17 tokens."""
-
-    rows = torch.arange(64 * 17).view(64, 17) % 61
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
-class Images(Dataset):
-    """Small images with a class."""
-
-    images = torch.zeros(64, 3, 12, 12)
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return self.images[index], index % 5
+TOKENS = list(torch.arange(64 * 17).view(64, 17) % 61)
+"""Sequences of 17 tokens."""
+IMAGES = [(torch.zeros(3, 12, 12), number % 5) for number in range(64)]
+"""Small images with a class."""
 
 
 class Residual(nn.Module):
@@ -138,21 +118,21 @@ def convolutions():
 
 def make(model, *, data=None, loss=image_loss, optimizer=adamw) -> Workload:
     return Workload(
-        model=model, train_data=data or Images(), loss=loss, optimizer=optimizer, learning_rate=1e-3
+        model=model, train_data=data or IMAGES, loss=loss, optimizer=optimizer, learning_rate=1e-3
     )
 
 
 WORKLOADS = {
     "perceptron": lambda: make(perceptron),
     "convolutions": lambda: make(convolutions, optimizer=sgd),
-    "transformer": lambda: make(Transformer, data=Tokens(), loss=token_loss),
-    "recomputed": lambda: make(lambda: Transformer(recompute=True), data=Tokens(), loss=token_loss),
+    "transformer": lambda: make(Transformer, data=TOKENS, loss=token_loss),
+    "recomputed": lambda: make(lambda: Transformer(recompute=True), data=TOKENS, loss=token_loss),
 }
 
 
 def deep_transformer() -> Workload:
     """Return a workload whose activations take most of the memory."""
-    return make(lambda: Transformer(depth=3), data=Tokens(), loss=token_loss)
+    return make(lambda: Transformer(depth=3), data=TOKENS, loss=token_loss)
 
 
 def setup(workload: Workload, *, budget: int = GiB, **fields: Any) -> Setup:
