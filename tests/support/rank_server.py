@@ -25,12 +25,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 SECONDS = 120.0
 """Wall limit of a case; all of its ranks are killed then."""
-START_SECONDS = 400.0
-"""Wall limit of the imports of the server, which take 10 seconds on an idle machine."""
 
 
 def warm_context() -> ForkServerContext:
@@ -60,10 +58,7 @@ class RankServer:
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
-        if not self._connection.poll(START_SECONDS):
-            self._process.kill()
-            raise TimeoutError("the rank server did not start")
-        self._connection.recv()
+        self._connection.recv()  # when it has imported everything
 
     def run(
         self,
@@ -81,7 +76,7 @@ class RankServer:
         found = self._connection.recv()
         if isinstance(found, str):
             raise RuntimeError(found)
-        return [Ended(*one) for one in found]
+        return found
 
     def values(self, function: Callable[..., Any], *args: Any, **more: Any) -> list[Any]:
         """Run a function in every rank, and return their values.
@@ -164,7 +159,7 @@ def _run_case(
     environ: Mapping[str, str],
     of_rank: Mapping[int, Mapping[str, str]],
     seconds: float,
-) -> list[tuple[Any, ...]]:
+) -> list[Ended]:
     from torch.distributed import TCPStore
 
     common = {
@@ -177,38 +172,33 @@ def _run_case(
         **environ,
     }
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        paths = [Path(name, str(rank)) for rank in range(world)]
         readable, writable = os.pipe()
         pids = {}
-        for rank in range(world):
+        for rank, path in enumerate(paths):
             own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **of_rank.get(rank, {})}
-            pids[_fork(function, args, own, folder / str(rank), readable, seconds)] = rank
+            pid = os.fork()
+            if not pid:
+                _be_rank(function, args, own, path, readable, seconds)
+            pids[pid] = rank
         # The store has a thread, which may hold a lock while a process forks: so it starts after them.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(writable, f"{store.port:8}".encode() * world)
         os.close(readable)
         os.close(writable)
         codes = _wait(pids, seconds)
-        found = []
-        for rank in range(world):
-            value, error = None, ""
-            with contextlib.suppress(OSError, EOFError):
-                value, error = pickle.loads((folder / str(rank)).read_bytes())
-            found.append((codes[rank], value, error))
-    return found
+        said = [pickle.loads(path.read_bytes()) if path.exists() else (None, "") for path in paths]
+        return [Ended(codes[rank], *said[rank]) for rank in range(world)]
 
 
-def _fork(
+def _be_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     environ: dict[str, str],
     path: Path,
     port: int,
     seconds: float,
-) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
+) -> NoReturn:
     import torch
 
     code = 1
@@ -219,24 +209,23 @@ def _fork(
         # A fork makes its pool of threads anew on first use, and two threads at once would race for it.
         torch.set_num_threads(1)
         try:
-            path.write_bytes(pickle.dumps((function(*args), "")))
-            code = 0
+            said, code = pickle.dumps((function(*args), "")), 0
         except BaseException:
-            path.write_bytes(pickle.dumps((None, traceback.format_exc())))
+            said = pickle.dumps((None, traceback.format_exc()))
+        path.with_suffix(".part").write_bytes(said)
+        path.with_suffix(".part").rename(path)
     finally:
         os._exit(code)
 
 
 def _wait(pids: dict[int, int], seconds: float) -> dict[int, int]:
     """Return the exit code of each rank; all that are left after so many seconds are killed."""
-    codes, left, end = dict[int, int](), dict(pids), time.monotonic() + seconds
-    while left:
-        for pid in list(left):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[left.pop(pid)] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > end:
-            for pid in left:
+    codes, end = dict[int, int](), time.monotonic() + seconds
+    while len(codes) < len(pids):
+        for pid, rank in pids.items():
+            if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[rank] = os.waitstatus_to_exitcode(ended[1])
+            elif rank not in codes and time.monotonic() > end:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
     return codes
