@@ -28,22 +28,19 @@ DEEPEST = 8
 
 
 class DataDigest(Record, frozen=True, kw_only=True):
-    """Digests of some samples of the training data."""
+    """Digest of some samples of the training data."""
 
     samples: int
     """Number of samples in the data."""
-    exact: str
-    """Digest of whole numbers, texts, shapes and indices, which are the same on every machine."""
-    computed: str
-    """Digest of floating-point and 8-bit values, which a decoder may round otherwise on another machine."""
+    values: str
+    """Digest of their values, which a decoder may round otherwise on another machine."""
     machine: str
     """Processor and version of torch that computed them."""
 
     def is_same(self, other: DataDigest) -> bool:
         """Return whether both may be of the same data."""
-        if (self.samples, self.exact) != (other.samples, other.exact):
-            return False
-        return self.machine != other.machine or self.computed == other.computed
+        is_comparable = self.machine == other.machine
+        return self.samples == other.samples and (self.values == other.values or not is_comparable)
 
 
 def digest_data(data: Any) -> DataDigest | None:
@@ -52,11 +49,10 @@ def digest_data(data: Any) -> DataDigest | None:
     Returns:
         None if the same seed gives other values each time.
     """
-    exact, computed = first = _read(data)
-    if first != _read(data):
+    values = _read(data)
+    if values != _read(data):
         return None
-    machine = f"{cpu_name()}, torch {torch.__version__}"
-    return DataDigest(samples=len(data), exact=exact, computed=computed, machine=machine)
+    return DataDigest(samples=len(data), values=values, machine=f"{cpu_name()}, torch {torch.__version__}")
 
 
 def check_same_data(digests: Sequence[DataDigest | None], whose: Sequence[str]) -> None:
@@ -80,15 +76,15 @@ def check_same_data(digests: Sequence[DataDigest | None], whose: Sequence[str]) 
             )
 
 
-def digest_of(samples: Any) -> tuple[str, str]:
-    """Return the digests of samples: of what is the same on every machine, and of what is computed."""
-    exact, computed = hashlib.sha256(), hashlib.sha256()
-    _add(samples, exact.update, computed.update)
-    return exact.hexdigest()[:16], computed.hexdigest()[:16]
+def digest_of(samples: Any) -> str:
+    """Return a digest of samples."""
+    digest = hashlib.sha256()
+    _add(samples, digest.update)
+    return digest.hexdigest()[:16]
 
 
-def _read(data: Any) -> tuple[str, str]:
-    """Return the digests of some samples that are read with seeded generators."""
+def _read(data: Any) -> str:
+    """Return the digest of some samples that are read with seeded generators."""
     last = len(data) - 1
     places = sorted({last * part // (LOOKED_AT - 1) for part in range(LOOKED_AT)})
     with preserved_random_state(), preserved_generators(data):
@@ -100,30 +96,24 @@ def _read(data: Any) -> tuple[str, str]:
     return digest_of(samples)
 
 
-def _add(
-    value: Any, exact: Callable[[bytes], None], computed: Callable[[bytes], None], depth: int = 0
-) -> None:
-    """Add the content of a sample to the digest of what is the same on every machine, or to the other one."""
-    exact(type(value).__name__.encode())
+def _add(value: Any, add: Callable[[bytes], None], depth: int = 0) -> None:
+    """Add the content of a sample to a digest."""
+    add(type(value).__name__.encode())
+    if isinstance(value, np.ndarray) and value.dtype == object:  # its bytes are addresses
+        value = value.tolist()
+    if isinstance(value, Tensor | np.ndarray):
+        add(f"{tuple(value.shape)}{value.dtype}".encode())
     if isinstance(value, Tensor) and value.layout is torch.strided:
         # NumPy has no bfloat16.
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        is_rounded = value.is_floating_point() or value.element_size() == 1
-        exact(f"{tuple(value.shape)}{value.dtype}".encode())
-        (computed if is_rounded else exact)(content.tobytes())
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        exact(f"{value.shape}{value.dtype}".encode())
-        (computed if value.dtype.kind in "fc" or value.itemsize == 1 else exact)(value.tobytes())
-    elif isinstance(value, float | np.floating):
-        computed(repr(value).encode())
-    elif value is None or isinstance(value, str | bytes | int | np.generic):
-        exact(repr(value).encode())
-    elif isinstance(value, Set):
-        exact(repr(sorted(map(repr, value))).encode())
-    elif isinstance(value, Mapping | list | tuple | np.ndarray) and depth < DEEPEST:
+        add(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping | list | tuple) and depth < DEEPEST:
         for child in value.items() if isinstance(value, Mapping) else value:
-            _add(child, exact, computed, depth + 1)
-    elif callable(getattr(value, "tobytes", None)):  # an image
-        computed(value.tobytes())
+            _add(child, add, depth + 1)
+    elif isinstance(value, Set):
+        add(repr(sorted(map(repr, value))).encode())
+    elif value is None or isinstance(value, str | bytes | int | float):
+        add(repr(value).encode())
+    elif callable(getattr(value, "tobytes", None)):  # an array or an image
+        add(value.tobytes())
     elif hasattr(value, "__dict__") and depth < DEEPEST:
-        _add(vars(value), exact, computed, depth + 1)
+        _add(vars(value), add, depth + 1)

@@ -127,7 +127,7 @@ class StreamReader:
         """Loader processes that read, as arguments of a ``DataLoader``; empty for none."""
         self._random: RandomState | None = None
         """The generators as the stream left them; None before its first epoch begins."""
-        self._looked_at: list[tuple[str, str]] = []
+        self._looked_at: list[str] = []
         """Digests of the first samples of an epoch that loader processes read, in their turns."""
         self._reader: Iterator[Any] | None = None
         self._epoch = 0

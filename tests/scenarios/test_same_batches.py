@@ -7,13 +7,13 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import autobatch
 from tests.support.training import Rows
@@ -26,7 +26,6 @@ OPTIONS: dict[str, Any] = {
     "trials": 0,
     "device": "cpu",
     "memory_budget": "64MiB",
-    "precision": "fp32",
     "checkpoint_every": 4,
 }
 POINTS = torch.arange(120, dtype=torch.float32).reshape(40, 3) / 60
@@ -39,19 +38,8 @@ class Augmented(Rows):
         super().__init__(POINTS)
 
     def __getitem__(self, index: int) -> Tensor:
-        return noisy(super().__getitem__(index)[0])
-
-
-class Stream(IterableDataset[Any]):
-    """Points in an order and with noise of all global generators."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(25):
-            yield noisy(POINTS[int(torch.randint(40, ()))])
-
-
-def noisy(point: Tensor) -> Tensor:
-    return point * random.uniform(0.9, 1.1) + float(np.random.normal()) / 9 + torch.rand(3) / 9
+        point = super().__getitem__(index)[0]
+        return point * random.uniform(0.9, 1.1) + float(np.random.normal()) / 9 + torch.rand(3) / 9
 
 
 def shuffled() -> Iterator[Tensor]:
@@ -63,87 +51,74 @@ def shuffled() -> Iterator[Tensor]:
             yield buffer.pop(random.randrange(len(buffer)))
 
 
-def sequence(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().sum(1).mean()
+class Step(NamedTuple):
+    """The digests of the micro-batches of a step, and its gradient."""
+
+    batches: list[str]
+    gradient: Tensor
 
 
-class Log:
-    """The micro-batches and the gradient of each step of one optimizer."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[str]] = []
-        self.gradients: list[Tensor] = []
+def digest(batch: Tensor) -> str:
+    return hashlib.sha256(batch.numpy().tobytes()).hexdigest()
 
 
 class Recording(torch.optim.SGD):
     """SGD that writes down what ran on the weights that it trains."""
 
-    logs: list[Log] = []
+    logs: list[list[Step]] = []
     seen: list[tuple[int, str]] = []
     fails_at: int | None = None
     """Step in which the process ends, as if killed; None for none."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr)
-        self.log = Log()
-        Recording.logs.append(self.log)
+        self.log: list[Step] = []
+        self.logs.append(self.log)
 
     def step(self, closure: Any = None) -> None:
-        if len(self.log.batches) == self.fails_at:
+        if len(self.log) == self.fails_at:
             raise SystemExit("killed")
-        (weight, *_), seen = self.param_groups[0]["params"], Recording.seen
-        self.log.batches.append([digest for place, digest in seen if place == weight.data_ptr()])
-        self.log.gradients.append(weight.grad.clone())
-        seen.clear()
+        weight = self.param_groups[0]["params"][0]
+        own = [digest for place, digest in self.seen if place == weight.data_ptr()]
+        self.log.append(Step(own, weight.grad.clone()))
+        self.seen.clear()
         super().step(closure)
 
 
 def recorded(model: nn.Module, batch: Tensor) -> Tensor:
-    digest = hashlib.sha256(batch.numpy().tobytes()).hexdigest()
-    Recording.seen.append((next(model.parameters()).data_ptr(), digest))
-    return sequence(model, batch)
+    Recording.seen.append((next(model.parameters()).data_ptr(), digest(batch)))
+    return model(batch).square().sum(1).mean()
 
 
-def fields() -> dict[str, Any]:
-    return {
-        "model": lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)),
-        "loss": recorded,
-        "optimizer": lambda params, learning_rate: Recording(params, lr=learning_rate),
-        "learning_rate": 0.01,
-    }
-
-
-def over(data: Callable[[], Any]) -> Callable[[], autobatch.Workload]:
-    return lambda: autobatch.Workload(train_data=data(), **fields())
-
-
-def loaded(data: Callable[[], Any], **options: Any) -> Callable[[], autobatch.Workload]:
-    return lambda: autobatch.Workload.from_loader(DataLoader(data(), batch_size=5, **options), **fields())
-
-
-KINDS: dict[str, Callable[[], autobatch.Workload]] = {
-    "shuffle buffer": over(lambda: shuffled),
-    "loader with workers": loaded(Augmented, shuffle=True, num_workers=2),
-    "loader of a stream with workers": loaded(Stream, num_workers=1),
+FIELDS: dict[str, Any] = {
+    "model": lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)),
+    "loss": recorded,
+    "optimizer": lambda params, learning_rate: Recording(params, lr=learning_rate),
+    "learning_rate": 0.01,
 }
-ALL_KINDS = [
-    pytest.param(kind, marks=pytest.mark.program) if kind == "loader of a stream with workers" else kind
-    for kind in KINDS
-]
-"""The slowest with the programs."""
 
 
-def run(kind: str, out: Path, **options: Any) -> tuple[Log, Any, str]:
+def run(data: Any, out: Path, **options: Any) -> tuple[list[Step], Any, str]:
     """Fit; return what was trained, the result, and a digest of all generators at the end."""
     Recording.logs.clear()
     Recording.seen.clear()
-    result = autobatch.fit(KINDS[kind](), **{**OPTIONS, "out": str(out), **options})
+    if isinstance(data, DataLoader):
+        workload = autobatch.Workload.from_loader(data, **FIELDS)
+    else:
+        workload = autobatch.Workload(train_data=data, **FIELDS)
+    result = autobatch.fit(workload, **{**OPTIONS, "out": str(out), **options})
     states = [random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()]
-    return Recording.logs[-1], result, hashlib.sha256(repr(states).encode()).hexdigest()
+    return Recording.logs[-1], result, repr(states)
 
 
 def weights(result: Any) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in result.model.parameters()])
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "shuffle buffer": lambda: shuffled,
+    "loader with workers": lambda: DataLoader(Augmented(), batch_size=5, shuffle=True, num_workers=2),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -153,20 +128,19 @@ def impatient_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def checked_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Log, Any, str]]:
+def checked_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[Step], Any, str]]:
     """Return a function that trains a kind of data with the check, once."""
-    return functools.cache(lambda kind: run(kind, tmp_path_factory.mktemp("run") / "checked"))
+    return functools.cache(lambda kind: run(DATA[kind](), tmp_path_factory.mktemp("run") / "checked"))
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", DATA)
 def test_the_check_changes_no_batch_and_draws_nothing(kind: str, checked_run, tmp_path: Path) -> None:
     checked, result, state = checked_run(kind)
-    plain, other, expected = run(kind, tmp_path / "plain", split_check="off")
-    assert len(checked.batches) == len(plain.batches) == STEPS
-    assert all(len(batch) == 2 for batch in checked.batches)
-    assert checked.batches == plain.batches
-    assert len({tuple(batch) for batch in checked.batches}) == STEPS, "every batch has other samples"
-    assert all(map(torch.equal, checked.gradients, plain.gradients))
+    plain, other, expected = run(DATA[kind](), tmp_path / "plain", split_check="off")
+    assert [step.batches for step in checked] == [step.batches for step in plain]
+    assert len({tuple(step.batches) for step in checked}) == STEPS, "every batch has other samples"
+    assert {len(step.batches) for step in checked} == {2}
+    assert all(torch.equal(one.gradient, two.gradient) for one, two in zip(checked, plain, strict=True))
     assert torch.equal(weights(result), weights(other))
     assert state == expected, "as many numbers were drawn"
 
@@ -180,33 +154,23 @@ def test_the_batches_of_a_stream_are_those_that_it_yields(tmp_path: Path) -> Non
             drawn.append(torch.rand(3))
             yield drawn[-1]
 
-    KINDS["counted"] = over(lambda: stream)
-    try:
-        log, _, _ = run("counted", tmp_path, split_check="error")
-    finally:
-        del KINDS["counted"]
-    trained = drawn[-8 * STEPS :]
-    digests = [
-        hashlib.sha256(torch.stack(trained[at : at + 4]).numpy().tobytes()).hexdigest()
-        for at in range(0, 8 * STEPS, 4)
-    ]
-    assert [digest for batch in log.batches for digest in batch] == digests
+    log, _, _ = run(stream, tmp_path, split_check="error")
+    trained = torch.stack(drawn[-8 * STEPS :]).split(4)
+    assert [batch for step in log for batch in step.batches] == list(map(digest, trained))
     assert len(drawn) == 1001 + 8 * STEPS, "the samples that were planned with, and those that were trained"
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", DATA)
 def test_a_run_that_ended_in_the_middle_goes_on_with_the_same_batches(
-    kind: str, checked_run, tmp_path: Path
+    kind: str, checked_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, expected, _ = checked_run(kind)
-    Recording.fails_at = 4
-    try:
-        with pytest.raises((autobatch.AutobatchError, SystemExit)):
-            run(kind, tmp_path / "run")
-    finally:
-        Recording.fails_at = None
+    monkeypatch.setattr(Recording, "fails_at", 4)
+    with pytest.raises((autobatch.AutobatchError, SystemExit)):
+        run(DATA[kind](), tmp_path / "run")
+    monkeypatch.setattr(Recording, "fails_at", None)
     first = Recording.logs[-1]
-    rest, result, _ = run(kind, tmp_path / "run", resume=True)
-    assert first.batches + rest.batches == whole.batches
+    rest, result, _ = run(DATA[kind](), tmp_path / "run", resume=True)
+    assert [step.batches for step in first + rest] == [step.batches for step in whole]
     assert result.training.resumed_from is not None
     assert torch.equal(weights(result), weights(expected))

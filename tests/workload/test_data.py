@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autobatch import InputError, Workload
+from autobatch import InputError
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.user_code import failed_part
 from tests.support.training import make_workload
 
 
-def workload(data: Any, **fields: Any) -> Workload:
-    return make_workload(train_data=data, **fields)
+def sampler(data: Any, clock: Any = lambda: 0.0, seed: int = 0, **fields: Any) -> WorstCaseSampler:
+    return WorstCaseSampler(make_workload(train_data=data, **fields), clock=clock, seed=seed)
 
 
 class Slow:
@@ -42,7 +42,7 @@ def test_the_longest_samples_are_found(lengths: list[int]) -> None:
     data = [(index, *[0] * length) for index, length in enumerate(lengths)]
     longest = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     for fields in ({}, {"size_of": len}):
-        worst_case = WorstCaseSampler(workload(data, collate=lambda rows: [row[0] for row in rows], **fields))
+        worst_case = sampler(data, collate=lambda rows: [row[0] for row in rows], **fields)
         assert worst_case.batch(len(data) + 1) == [*longest, longest[0]]
         assert not worst_case.notes
         assert worst_case.largest() == (None if len(set(lengths)) == 1 else (longest[0], max(lengths) + 1))
@@ -56,7 +56,7 @@ def test_the_longest_samples_are_found(lengths: list[int]) -> None:
 def test_a_scan_ends_in_time_and_says_what_it_left_out(lengths, seconds: float, is_all: bool) -> None:
     """Sizes that differ are read for longer. Each sample takes a second, and is read once."""
     data = Slow(lengths)
-    worst_case = WorstCaseSampler(workload(data), clock=lambda: data.now)
+    worst_case = sampler(data, lambda: data.now)
     assert ["of 1,000 samples" in note for note in worst_case.notes] == [True] * (not is_all)
     assert seconds < data.now <= seconds + 2
     assert len(worst_case.order) == data.now
@@ -64,27 +64,15 @@ def test_a_scan_ends_in_time_and_says_what_it_left_out(lengths, seconds: float, 
 
 
 def test_the_first_look_is_spread_over_the_data() -> None:
-    data = Slow([1] * 256)
+    data, fast = Slow([1] * 256), iter(range(10**6))
     data.lengths[-4] = 99
-    fast = iter(range(10**6))
-    worst_case = WorstCaseSampler(workload(data), clock=lambda: next(fast) / 25)
-    assert worst_case.largest() == (252, 99)
+    assert sampler(data, lambda: next(fast) / 25).largest() == (252, 99)
 
 
 @pytest.mark.parametrize("size", [float("nan"), float("inf"), 1e300])
 def test_a_size_that_no_sample_can_have_is_refused(size: float) -> None:
     with pytest.raises(InputError, match=r"size_of=…\) returned (nan|inf|1e\+300) for sample 0"):
-        WorstCaseSampler(workload([1, 2], size_of=lambda _: size)).batch(1)
-
-
-@dataclass
-class Graph:
-    nodes: Tensor
-    edges: list[Tensor]
-
-
-class Picture:
-    size = (640, 480)
+        sampler([1, 2], size_of=lambda _: size).batch(1)
 
 
 @pytest.mark.parametrize(
@@ -93,17 +81,16 @@ class Picture:
         (np.zeros((3, 4)), 12),
         (b"bytes", 5),
         (None, 1),
-        (np.float32(3), 1),
         ({"ids": [1, 2, 3], "label": torch.tensor(1)}, 4),
-        (("text", np.zeros(5), torch.zeros(2)), 11),
-        (Graph(torch.zeros(5), [torch.zeros(2), torch.zeros(3)]), 10),
-        (Picture(), 640 * 480),
+        (("text", np.float32(3), torch.zeros(2)), 7),
+        (SimpleNamespace(nodes=torch.zeros(5), edges=[torch.zeros(2), torch.zeros(3)]), 10),
+        (SimpleNamespace(size=(640, 480)), 640 * 480),  # an image
         ([], 0),
         (iter([1]), 1),  # may have no end
     ],
 )
 def test_the_numbers_in_a_sample_are_counted(sample: Any, count: int) -> None:
-    assert WorstCaseSampler(workload([sample])).sizes() == [count]
+    assert sampler([sample]).sizes() == [count]
 
 
 def test_data_that_can_fetch_many_samples_are_asked_once() -> None:
@@ -114,24 +101,23 @@ def test_data_that_can_fetch_many_samples_are_asked_once() -> None:
             asked.append(ids)
             return [torch.zeros(1) for _ in ids]
 
-    assert WorstCaseSampler(workload(Together([1, 2, 3]))).batch(2).shape == (2, 1)
+    assert sampler(Together([1, 2, 3])).batch(2).shape == (2, 1)
     assert asked == [[2, 1]]
 
 
 @pytest.mark.parametrize("samples", [[torch.zeros(2), torch.zeros(3)], [{"a": 1}, {"b": 2}], [None, None]])
 def test_samples_that_cannot_be_collated_are_described_in_one_line(samples: list[Any]) -> None:
-    message = r"^the samples cannot be collated.*found shapes \[.*: give Workload\(collate=…\)$"
-    with pytest.raises(InputError, match=message):
-        WorstCaseSampler(workload(samples)).batch(2)
+    with pytest.raises(InputError, match=r"^the samples cannot .*shapes \[.*: give Workload\(collate=…\)$"):
+        sampler(samples).batch(2)
 
 
 def test_samples_of_different_sizes_are_collated_before_a_probe() -> None:
     """The most expensive samples alone have one size, and collate."""
     data = [torch.zeros(3), torch.zeros(3), torch.zeros(2)]
     with pytest.raises(InputError, match=r"found shapes \[\(2,\)\], \[\(3,\)\]"):
-        WorstCaseSampler(workload(data)).check_collate()
-    WorstCaseSampler(workload(data, sampler=[[0, 1], [2]])).check_collate()
-    WorstCaseSampler(workload(data, collate=torch.nn.utils.rnn.pad_sequence)).check_collate()
+        sampler(data).check_collate()
+    sampler(data, sampler=[[0, 1], [2]]).check_collate()
+    sampler(data, collate=torch.nn.utils.rnn.pad_sequence).check_collate()
 
 
 def test_errors_of_the_users_functions_pass_and_are_marked() -> None:
@@ -142,21 +128,20 @@ def test_errors_of_the_users_functions_pass_and_are_marked() -> None:
         __getitem__ = fails  # type: ignore[assignment]
 
     for part, broken in (
-        ("train_data[0]", workload(Broken([1]))),
-        ("collate", workload([1], collate=fails)),
-        ("size_of", workload([1], size_of=fails)),
+        ("train_data[0]", sampler(Broken([1]))),
+        ("collate", sampler([1], collate=fails)),
+        ("size_of", sampler([1], size_of=fails)),
     ):
         with pytest.raises(KeyError) as caught:
-            WorstCaseSampler(broken).batch(1)
+            broken.batch(1)
         assert failed_part(caught.value) == part
 
 
 def test_a_scan_is_seeded_and_leaves_the_generators_alone() -> None:
     before = torch.get_rng_state()
-    sizes = [
-        WorstCaseSampler(workload(range(50), size_of=lambda _: float(torch.rand(()))), seed=seed).sizes()
+    first, again, other = (
+        sampler(range(50), seed=seed, size_of=lambda _: float(torch.rand(()))).sizes().tolist()
         for seed in (1, 1, 2)
-    ]
-    assert np.array_equal(sizes[0], sizes[1])
-    assert not np.array_equal(sizes[0], sizes[2])
+    )
+    assert first == again != other
     assert torch.equal(torch.get_rng_state(), before)

@@ -70,7 +70,7 @@ def by_hand(samples: int, seed: int, epoch: int) -> list[int]:
     return sorted(range(samples), key=lambda number: mix(number + base))
 
 
-@pytest.mark.parametrize("samples", [1, 2, 10, 4096, 100_003])
+@pytest.mark.parametrize("samples", [1, 10, 4099])
 def test_the_order_of_version_3_equals_one_in_plain_integers(samples: int) -> None:
     """Raise `ORDER_VERSION` with any other order: a resumed run would repeat some samples and skip others."""
     assert ORDER_VERSION == 3

