@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 import autobatch
 from autobatch.distributed.shared_stream import open_sampler, split_note
 from autobatch.workload.streams import StreamSampler
+from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.training import apart, fingerprint, make_workload, points, weights
@@ -83,8 +84,8 @@ def send_samples() -> tuple[bool, int]:
         {"text": "a", "more": (np.float32(0.5), fractions.Fraction(1, 3), None)},
         torch.zeros(1000, 1000)[3],
     ]
-    lengths = {"target_batch": 3, "seed": 0, "steps": 1, "epochs": None}
-    sampler = open_sampler(make_workload(), lambda: iter(samples), group, **lengths)
+    options = as_options("fit", target_batch=3, steps=1)
+    sampler = open_sampler(make_workload(), lambda: iter(samples), group, options)
     assert isinstance(sampler, StreamSampler)
     tensors, plain, row = sampler.reader.read(3)
     note = split_note(group.rank, group)
