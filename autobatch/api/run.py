@@ -115,7 +115,6 @@ def joined_ranks(environ: Mapping[str, str], limit_s: float) -> Iterator[Ranks]:
 
     Raises:
         InputError: the environment describes no launch.
-        EarlierVerdict: an earlier start of the same run ended for good.
     """
     ranks = open_ranks(environ, limit_s)
     try:

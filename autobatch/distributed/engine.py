@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.signals import StopRequest
@@ -115,6 +115,10 @@ class Engine:
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the values that rank 0 has, in place."""
+
+    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state dict of the model with whole tensors; empty on the ranks that write no file."""
+        return model.state_dict()
 
     def agree_on_request(self) -> None:
         """Let all ranks know of a request to stop that one of them has got."""
@@ -323,6 +327,13 @@ class Shared(RankEngine):
         squares = map(sum, zip(*(own for _, own in of_ranks), strict=True))
         # They may be infinite or NaN.
         totals.norms = [math.sqrt(total) if total >= 0 else math.nan for total in squares]
+
+    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
+        """See `Engine.whole_weights`."""
+        # Only here: importing it takes a second.
+        from autobatch.distributed.sharding.state import gather_weights
+
+        return gather_weights(model, keep=self.ranks.rank == 0)
 
     def explain(self, error: Exception) -> Exception:
         """See `Engine.explain`. FSDP2 runs its collectives within the loss and its backward pass."""

@@ -46,8 +46,6 @@ ROLL_CALL_S, PAUSE_S = 4.0, 0.1
 OF_RANK_0 = datetime.timedelta(days=1)
 """Longest wait for the work of rank 0 alone: a save, a compilation, a trial."""
 OUT = "out"
-FINAL_CODES = (2, 3)
-"""Exit codes that a restart cannot change."""
 _OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer")
 """The texts of failed collectives."""
 
@@ -67,14 +65,6 @@ class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like Process
             f"{who} ended, hangs or cannot be reached, so this one could not {act}: its own log or the "
             "launcher's summary has the cause"
         )
-
-
-class EarlierVerdict(AutobatchError):  # noqa: N818 - an event, not a fault
-    """An earlier start of the run ended in a way that a restart cannot change."""
-
-    def __init__(self, line: str, code: int) -> None:
-        super().__init__(line)
-        self.exit_code = code
 
 
 class Group(Ranks):
@@ -103,15 +93,12 @@ class Group(Ranks):
         Raises:
             RankLost: a collective failed within the block; names the ranks that do not answer.
         """
-        failure = None
         try:
             yield
         except RuntimeError as error:
             if not is_of_collective(error):
                 raise
-            failure = error
-        if failure is not None:
-            raise self.lost(act, failure) from failure
+            raise self.lost(act, error) from error
 
     def lost(self, act: str, error: Exception) -> RankLost:
         """Return the error of a collective in the user's words."""
@@ -133,13 +120,6 @@ class Group(Ranks):
         with self.waiting("receive the data of rank 0"):
             dist.broadcast_object_list(sent, 0, group=group)
         return value if self.rank == 0 else sent[0]  # type: ignore[return-value]
-
-    def agree(self, flag: bool) -> bool:
-        """See `Ranks.agree`."""
-        vote = torch.tensor([int(flag)], device="cpu")
-        with self.waiting("vote"):
-            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._messages)
-        return bool(vote)
 
     def once(self, act: Callable[[], T]) -> T:
         """See `Ranks.once`."""
@@ -280,7 +260,6 @@ def join_launch(launch: Launch, limit_s: float) -> LaunchedGroup:
         limit_s: longest wait for another rank in seconds, from here on.
 
     Raises:
-        EarlierVerdict: an earlier start of the same run ended for good.
         RankLost: a rank did not start, or the store of the run does not answer.
     """
     # The launcher keeps the store, which then outlives every rank.
@@ -299,15 +278,7 @@ def join_launch(launch: Launch, limit_s: float) -> LaunchedGroup:
             wait_for_workers=False,
         )
         store = PrefixStore(f"autobatch/{launch.run_id}", served)
-        earlier = launch.restart - 1
-        place = f"{earlier}/{store.add(f'{earlier}/joins/{launch.rank}', 0)}/verdict"
-        if store.check([place]):
-            verdict = json.loads(store.get(place))
-            if verdict["code"] in FINAL_CODES:
-                raise EarlierVerdict(verdict["line"], verdict["code"])
         return LaunchedGroup(launch, store, limit)
-    except AutobatchError:
-        raise
     except RuntimeError as error:
         where = f"at {launch.address}:{launch.port}, where {launch.world} ranks meet"
         raise RankLost(f"join the others {where} ({first_line(error)})") from error

@@ -48,7 +48,6 @@ def open_ranks(environ: Mapping[str, str], limit_s: float = 1800.0) -> Ranks:
 
     Raises:
         InputError: the environment describes no launch.
-        EarlierVerdict: an earlier start of the same run ended for good.
         RankLost: the other ranks did not start.
     """
     launch = read_launch(environ)

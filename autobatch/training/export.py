@@ -71,13 +71,7 @@ def _can_be_written(dtype: torch.dtype) -> bool:
 
 def _export(model: nn.Module, path: Path, engine: Engine) -> None:
     """Write one file on rank 0, with whole tensors."""
-    if engine.mesh is None:
-        weights: Mapping[str, Tensor] = model.state_dict()
-    else:
-        # Only here: one process needs no torch.distributed.
-        from autobatch.distributed.sharding.state import gather_weights
-
-        weights = gather_weights(model, keep=engine.ranks.rank == 0)
+    weights = engine.whole_weights(model)
     engine.ranks.once(lambda: _write(weights, path))
 
 
