@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,20 +39,15 @@ def distance(name: str, out: Path, *, norm: bool = False) -> float:
     if norm:
         workload = replace(workload, model=partial(workload.model, partial(nn.GroupNorm, 4)))
     exact = in_float64(workload)
-    model = autobatch.fit(
+    fitted = autobatch.fit(
         exact, target_batch=TARGET, max_micro_batch=LARGEST, steps=STEPS, trials=0, device="cpu",
         memory_budget="1GiB", precision="fp32", progress=False, out=str(out),
     ).model  # fmt: skip
-    plain = trained_plainly(exact)
-    return float((weights_of(model) - plain).norm() / (plain - weights_of(exact.model())).norm())
-
-
-def weights_of(model: nn.Module) -> Tensor:
-    return parameters_to_vector(model.parameters()).detach()
-
-
-def double(value: Any) -> Any:
-    return map_tensors(value, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    found, expected, start = (
+        parameters_to_vector(model.parameters()).detach()
+        for model in (fitted, trained_plainly(exact), exact.model())
+    )
+    return float((found - expected).norm() / (expected - start).norm())
 
 
 def in_float64(workload: Workload) -> Workload:
@@ -64,7 +58,7 @@ def in_float64(workload: Workload) -> Workload:
     torch.manual_seed(0)
     data: Any = workload.train_data
     model = workload.model().double()
-
+    double = partial(map_tensors, change=lambda one: one.double() if one.is_floating_point() else one)
     return replace(
         workload,
         model=lambda: copy.deepcopy(model),
@@ -82,23 +76,17 @@ def mean_of(loss: Any) -> Tensor:
     return loss.total / loss.count if isinstance(loss, Loss) else loss
 
 
-def trained_plainly(workload: Workload) -> Tensor:
-    """Train with one pass over each whole batch, as a loop of torch does, and return the weights."""
-    model = workload.model()
+def trained_plainly(workload: Workload) -> nn.Module:
+    """Train with one pass over each whole batch, as a loop of torch does."""
+    model, data = workload.model(), workload.train_data
     optimizer: Any = workload.optimizer(model.parameters(), workload.learning_rate)
-    for batch in whole_batches(workload):
+    order = GlobalBatchSampler(samples=len(data), target_batch=TARGET, seed=0, steps=STEPS)  # type: ignore[arg-type]
+    for ids in (batch.ids for batch in order.batches()):
+        batch = (workload.collate or default_collate)([data[index] for index in ids])  # type: ignore[index]
         optimizer.zero_grad()
         mean_of(workload.loss(model, batch)).backward()
         optimizer.step()
         if workload.after_step is not None:
             with torch.no_grad():
                 workload.after_step(model)
-    return weights_of(model)
-
-
-def whole_batches(workload: Workload) -> Iterator[Any]:
-    """Yield each batch of a run at once."""
-    data: Any = workload.train_data
-    order = GlobalBatchSampler(samples=len(data), target_batch=TARGET, seed=0, steps=STEPS)
-    for batch in order.batches():
-        yield (workload.collate or default_collate)([data[index] for index in batch.ids])
+    return model
