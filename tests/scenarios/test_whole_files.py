@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -21,32 +20,22 @@ from tests.support.training import make_workload, points
 
 GROWING = {"metrics.jsonl"}
 """Files that grow by whole lines; their readers leave out a last line without an end."""
-LISTENING: list[set[Path]] = []
-"""Sets that get each path that is opened; an audit hook cannot be removed."""
-
-
-def hear(event: str, args: tuple[Any, ...]) -> None:
-    if event == "open" and LISTENING:
-        path, _, flags = args
-        if isinstance(path, str | bytes | os.PathLike) and flags & (os.O_WRONLY | os.O_RDWR):
-            for paths in LISTENING:
-                paths.add(Path(os.fsdecode(path)).absolute())
-
-
-@functools.cache
-def begin_to_hear() -> None:
-    sys.addaudithook(hear)
 
 
 @contextmanager
 def opened_to_write() -> Iterator[set[Path]]:
     """Collect the paths that this process opens to write within the block, whoever opens them."""
-    begin_to_hear()
-    LISTENING.append(set())
-    try:
-        yield LISTENING[-1]
-    finally:
-        LISTENING.pop()
+    opened, is_over = set[Path](), False
+
+    def hear(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and not is_over:
+            path, _, flags = args
+            if isinstance(path, str | bytes | os.PathLike) and flags & (os.O_WRONLY | os.O_RDWR):
+                opened.add(Path(os.fsdecode(path)).absolute())
+
+    sys.addaudithook(hear)  # it cannot be removed
+    yield opened
+    is_over = True
 
 
 def files_of(folder: Path) -> set[Path]:
