@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import default_collate
 
 import autobatch
 from autobatch import WholeBatchLoss, Workload
 from autobatch.core.units import MiB
 from autobatch.device.cpu import CpuDevice
-from autobatch.estimates.traced_step import TracedStep, record
+from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import attempt
+from tests.support.step_workloads import traced_step
 from tests.support.training import make_loop, make_setup, make_workload, network, points
 
 TARGETS, BUDGET = 1500, 12 * MiB
@@ -52,15 +53,7 @@ def in_an_attempt(workload: Workload) -> Iterator[object]:
 
 
 def in_a_trace(workload: Workload) -> Iterator[object]:
-    setup = make_setup(workload)
-    setting = TracedStep(
-        workload=workload,
-        model=setup.model,
-        batch_of=setup.worst_case.batch,
-        precision="fp32",
-        capability=(9, 0),
-    )
-    yield record(setting, 5)
+    yield record(traced_step(make_setup(workload), capability=(9, 0)), 5)
 
 
 @pytest.mark.parametrize("run", [in_the_loop, in_an_attempt, in_a_trace])
@@ -81,16 +74,6 @@ def test_no_micro_batch_outlives_its_forward_pass(
     assert set(lives.alive) == {0}
 
 
-class Noised(Dataset):
-    """Inputs with one target for each of many outputs."""
-
-    def __len__(self) -> int:
-        return 200
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(16), torch.zeros(TARGETS)
-
-
 def autoencoder() -> nn.Module:
     return nn.Sequential(
         nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, TARGETS), *(nn.GELU() for _ in range(10))
@@ -106,11 +89,11 @@ def peak_of_a_loop_by_hand(workload: Workload, micro_batch: int) -> int:
     with device.enforced() as meter:
         meter.count(model.parameters())
 
-        def moved() -> tuple[Tensor, ...]:
+        def moved() -> list[Tensor]:
             with meter.uncounted():
-                fields = [torch.stack(field) for field in zip(*data, strict=True)]
+                fields: list[Tensor] = default_collate(data)
             meter.count(fields)
-            return tuple(fields)
+            return fields
 
         for _ in range(3):
             for _ in range(2):
@@ -124,7 +107,7 @@ def peak_of_a_loop_by_hand(workload: Workload, micro_batch: int) -> int:
 def test_a_plan_for_a_loop_by_hand_counts_the_micro_batch_that_it_keeps() -> None:
     workload = make_workload(
         model=autoencoder,
-        train_data=Noised(),
+        train_data=[(torch.zeros(16), torch.zeros(TARGETS))] * 200,
         loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
     )
     plan = autobatch.plan(workload, target_batch=200, progress=False, device="cpu", memory_budget=BUDGET)
