@@ -17,7 +17,6 @@ from autobatch import CheckpointError
 from autobatch.training import checkpoint
 from autobatch.training.checkpoint import (
     MANIFEST,
-    STATE,
     check_files,
     load_newest,
     read_manifest,
@@ -31,14 +30,6 @@ def save(
 ) -> Path:
     state = state or {"weights": torch.full((size,), float(step)), "step": step}
     return save_checkpoint(folder, step=step, state=state, facts={"seed": 1, "step": step}, **options)
-
-
-def reseal(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
-    """Change the state and the facts of a checkpoint, and give it valid sums."""
-    manifest, state = read_manifest(path), torch.load(path / STATE, weights_only=True)
-    change(state, manifest["facts"])
-    torch.save(state, path / STATE)
-    seal(path, manifest["facts"])
 
 
 def seal(path: Path, facts: dict[str, Any]) -> None:
