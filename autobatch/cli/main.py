@@ -71,11 +71,8 @@ demo. probe, plan and fit also take a program as it is: -- COMMAND.
   autobatch COMMAND --help        the common options
   autobatch COMMAND --help-all    every option
   autobatch --version"""
-OVER_RANKS = ("fit", "plan", "probe", "tune")
-"""Commands that several processes may run."""
 SCRIPTED = ("fit", "plan", "probe")
 """Commands that take the words of a program after ``--``."""
-RUNNING = (*OVER_RANKS, "estimate")
 COMMON_CODES = (2, 3, 130, 143)
 """Exit codes of failures that every rank has before the ranks meet: rank 0 alone reports them."""
 
@@ -149,27 +146,29 @@ def _run(call: Call) -> int:
         hint = f"did you mean {near[0]}?" if near else "see autobatch --help"
         raise InputError(f"there is no command {quoted(name)}; {hint}")
     from autobatch.cli.parser import HELP_WORDS, help_of, parse
+    from autobatch.core.options import COMMANDS as OPENING
+    from autobatch.core.options import RUNS
 
     is_program = name == "record" or (name in SCRIPTED and "--" in words)
-    if name in RUNNING and not is_program and not HELP_WORDS.isdisjoint(words):
+    if name in OPENING and not is_program and not HELP_WORDS.isdisjoint(words):
         return write_line(help_of(name, COMMANDS[name], shows_all="--help-all" in words))
     from autobatch.distributed.launch import open_ranks, refuse_ranks, start_ranks
     from autobatch.distributed.ranks import Ranks, read_launch
 
-    if is_program or name not in OVER_RANKS:
+    if is_program or name not in RUNS:
         refuse_ranks(os.environ, name)
         call.ranks = Ranks()
     if is_program:
         from autobatch.cli.script import record, run_script
 
         return record(words) if name == "record" else run_script(name, words)
-    if name not in RUNNING:
+    if name not in OPENING:
         from autobatch.cli.commands import run_command
 
         return run_command(name, words)
     workload, options = parse(name, words)
     call.is_verbose = options.verbose
-    count = max(options.rank_counts, default=None) if name in OVER_RANKS else None
+    count = max(options.rank_counts, default=None) if name in RUNS else None
     with raise_on_termination():
         if count is not None and count > 1 and read_launch(os.environ) is None:
             ended = start_ranks([name, *words], count)

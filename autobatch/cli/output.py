@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -20,9 +19,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
 }
 """Parts of the JSON of a command; other commands print all of them."""
-_REFUSALS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-)
 
 
 class SafeStream:
@@ -174,8 +170,8 @@ def _describe(error: BaseException) -> ErrorReport:
     # autobatch never raises SystemExit here, so it comes from the workload.
     if failed_part(error) is not None or user_frame(error) is not None or isinstance(error, SystemExit):
         return ErrorReport(describe(error), 2)
-    if isinstance(error, OSError) and error.errno in _REFUSALS:
-        return ErrorReport(f"{error.filename or 'operating system error'}: {error.strerror or error}", 1)
+    if isinstance(error, OSError) and error.strerror:
+        return ErrorReport(f"{error.filename or 'operating system error'}: {error.strerror}", 1)
     found = f"unexpected {type(error).__name__}: {error_text(error)}"
     return ErrorReport(f"{found}; this is a bug in autobatch, please report it", 1)
 
