@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autobatch.distributed.launch import end_of
-from tests.support.commandline import autobatch, command, environment
+from tests.support.commandline import autobatch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform == "win32", reason="a shell script")]
 WORKLOAD = """
@@ -102,30 +99,3 @@ def test_a_killed_rank_ends_all_and_the_user_is_told(tmp_path: Path) -> None:
     again = fit(tmp_path, *options, "--resume")
     assert again.code == 0, again.err
     assert not (tmp_path / "run" / "verdict.json").exists()
-
-
-@pytest.mark.slow
-def test_ranks_stop_with_a_checkpoint_if_their_launcher_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(WORKLOAD.replace("EXTRA", "time.sleep(0.05)"))
-    process = subprocess.Popen(
-        command(*FIT, "--steps", "100000"),
-        cwd=tmp_path,
-        env=environment(tmp_path, PYTHONPATH=str(Path(__file__).parents[2])),
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while process.poll() is None and not metrics.exists():
-        time.sleep(0.1)
-    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.kill()
-    process.wait()
-    assert len(ranks) == 2
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    left = [int(rank) for rank in ranks if Path(f"/proc/{rank}").exists()]
-    for rank in left:
-        os.kill(rank, signal.SIGKILL)
-    assert not left
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1

@@ -1,98 +1,157 @@
-"""Sharded steps: exact gradients, memory that one process predicts to the byte, models that are refused."""
+"""Memory of the steps of a shared model: one process predicts, and measures alone, that of a real rank."""
 
 from __future__ import annotations
 
 import math
+import time
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from autobatch import InputError
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import replay
+from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.distributed.sharding.build import fake_ranks, sharding_alone
+from autobatch.distributed.sharding.model import Sharding
+from autobatch.estimates.traced_step import TracedStep, record
 from autobatch.rehearsal.rehearsal import on_copies
+from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
+from autobatch.workload.data import WorstCaseSampler
+from autobatch.workload.nested import feed
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
-from tests.support.sharded import Case, peak_bytes, predict, run_real
 from tests.support.step_workloads import WORKLOADS
 from tests.support.training import make_setup
 
 pytestmark = pytest.mark.distributed
+MICRO_BATCH, STEPS = 3, (1, 2)
+CPU = torch.device("cpu")
 
 
-def real(name: str, case: Case):
-    return run_real(WORKLOADS[name](), case)
+class Patient:
+    """A collective of FSDP that ends when gloo's own thread has let go of its buffers.
+
+    A rank frees them when it no longer needs them, but the thread that sent them may still hold them then.
+    """
+
+    def __init__(self, collective: Any) -> None:
+        self._collective, self.allocate = collective, collective.allocate
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        work = self._collective(*args, **more)
+        time.sleep(0.003)
+        return work
 
 
-def predicted(name: str, case: Case, world: int):
-    return predict(WORKLOADS[name](), case, world)
+def take_steps(
+    train_state: TrainState, steps: tuple[int, ...], batch_of: Any, meter: StorageTracker
+) -> float:
+    for count in steps:
+        batches = ((batch_of(MICRO_BATCH), MICRO_BATCH) for _ in range(count))
+        result = train_step(train_state, feed(batches, CPU, meter), count * MICRO_BATCH, mark=meter.mark)
+    return result.loss
+
+
+def traced(meter: StorageTracker) -> tuple[int, int]:
+    """Return the most bytes that lived at a time, and the number of events."""
+    trace = meter.trace()
+    assert trace is not None
+    return peak_of(trace.canonical())
+
+
+def peak_of(trace: Trace) -> tuple[int, int]:
+    return replay(trace, CountingAllocator()).peak_allocated_bytes, len(trace.events)
+
+
+def real(precision: Any) -> tuple[int, int]:
+    """Run the steps in this rank of a real group."""
+    torch.set_num_threads(1)
+    group, workload = open_group(), WORKLOADS["transformer"]()
+    model = workload.model().train()
+    batch_of = WorstCaseSampler(workload).batch
+    sharded = Sharding(init_device_mesh("cpu", (group.world,)))(model, precision)
+    for part in sharded.parts():
+        part.set_custom_all_gather(Patient(DefaultAllGather()))
+        part.set_custom_reduce_scatter(Patient(DefaultReduceScatter()))
+    meter = StorageTracker(CountingAllocator())
+    with meter:
+        meter.mark("setup")
+        meter.count([*model.parameters(), *model.buffers()])
+        train_state = build_train_state(workload, model, CPU, StepSettings(precision=precision))
+        sharded.attach(train_state)
+        take_steps(train_state, STEPS, batch_of, meter)
+        found = traced(meter)
+    group.close()
+    return found
+
+
+def predicted(precision: Any) -> tuple[int, int]:
+    """Trace the steps as rank 0 of two."""
+    torch.set_num_threads(1)
+    workload = WORKLOADS["transformer"]()
+    with fake_ranks(2) as sharding:
+        step = TracedStep(
+            workload=workload,
+            model=workload.model(),
+            batch_of=WorstCaseSampler(workload).batch,
+            precision=precision,
+            capability=None,
+            steps=STEPS,
+            sharding=lambda: nullcontext(sharding),
+        )
+        return peak_of(record(step, MICRO_BATCH).trace)
+
+
+def alone(precision: Any, steps: tuple[int, ...]) -> tuple[int, float]:
+    """Run the steps of a rank without the others; return the peak, and the loss of the last."""
+    torch.set_num_threads(1)
+    setup = make_setup(WORKLOADS["transformer"]())
+    setup = replace(setup, precision=precision, sharding=sharding_alone(2, "cpu"))
+    meter = StorageTracker(CountingAllocator())
+    with meter, on_copies(setup, meter) as train_state:
+        loss = take_steps(train_state, steps, setup.worst_case.batch, meter)
+    return traced(meter)[0], loss
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_one_process_predicts_the_bytes_of_real_ranks(server: RankServer, precision):
-    case = Case(3, precision, steps=(1, 2))
-    ran = server.values(real, "transformer", case, world=2)[0]
-    (traced,) = server.values(predicted, "transformer", case, 2, world=1)
-    assert peak_bytes(traced) == peak_bytes(ran)
+def test_one_process_predicts_and_measures_the_bytes_of_real_ranks(
+    server: RankServer, precision: str
+) -> None:
+    peak, events = server.values(real, precision)[0]
+    ((foretold, its_events),) = server.values(predicted, precision, world=1)
+    assert foretold == peak
     # On torch 2.11, operators over lists of fake tensors make temporary tensors that real ones do not.
-    if not torch.__version__.startswith("2.11."):
-        assert len(traced.events) == len(ran.events)
-
-
-def alone(name: str, case: Case, world: int) -> tuple[int, float]:
-    """Return the peak of the steps of a rank without the others, and the loss of the last."""
-    torch.set_num_threads(1)
-    setup = replace(
-        make_setup(WORKLOADS[name]()), precision=case.precision, sharding=sharding_alone(world, "cpu")
-    )
-    meter = StorageTracker(CountingAllocator())
-    with meter, on_copies(setup, meter) as train_state:
-        for count in case.steps:
-            batches = ((setup.worst_case.batch(case.micro_batch), case.micro_batch) for _ in range(count))
-            result = train_step(train_state, batches, count * case.micro_batch, mark=meter.mark)
-    trace = meter.trace()
-    assert trace is not None
-    return replay(trace.canonical(), CountingAllocator()).peak_allocated_bytes, result.loss
-
-
-def test_a_rank_without_the_others_takes_the_memory_of_a_real_one(server: RankServer) -> None:
-    case = Case(3)
-    expected = peak_bytes(server.values(real, "transformer", case)[0])
-    ((peak, loss),) = server.values(alone, "transformer", case, 2, world=1)
+    assert torch.__version__.startswith("2.11.") or its_events == events
+    ((measured, loss),) = server.values(alone, precision, STEPS, world=1)
     assert math.isfinite(loss)
-    # Here each batch is counted as the loader makes it.
-    assert abs(peak - expected) <= 4096
-    ((longer, _),) = server.values(alone, "transformer", Case(3, steps=(1, 2, 5)), 2, world=1)
-    assert longer == peak, "more micro-batches than a probe runs take no more memory"
+    assert abs(measured - peak) <= 4096
+    ((longer, _),) = server.values(alone, precision, (1, 5), world=1)
+    assert longer == measured, "more micro-batches than a probe runs take no more memory"
 
 
-def reduce_alone() -> tuple[int, int, float, bool]:
-    with fake_ranks(64) as mesh:
-        one = torch.ones(3)
-        dist.all_reduce(one)
-        place = (dist.get_rank(), mesh.size(), float(one[0]))
-    return (*place, dist.is_initialized())
-
-
-def test_a_rank_of_many_waits_for_nobody_and_leaves_no_group(server: RankServer):
-    assert server.values(reduce_alone, world=1) == [(0, 64, 1.0, False)]
-
-
-def open_within_a_group() -> str:
-    group = open_group()
+def fake(has_group: bool) -> tuple[tuple[int, int, float], bool] | str:
+    """Act as a rank of 64."""
+    group = open_group() if has_group else None
     try:
-        with fake_ranks(8):
-            pass
+        with fake_ranks(64) as sharding:
+            one = torch.ones(3)
+            dist.all_reduce(one)
+            seen = dist.get_rank(), sharding.mesh.size(), float(one[0])
+        return seen, dist.is_initialized()
     except InputError as error:
+        assert group is not None
         group.close()
         return str(error)
-    return ""
 
 
-def test_a_process_with_a_group_is_refused(server: RankServer):
-    assert "this process has a process group already" in server.values(open_within_a_group, world=2)[0]
+def test_a_rank_of_many_waits_for_nobody_and_leaves_no_group(server: RankServer) -> None:
+    assert server.values(fake, False, world=1) == [((0, 64, 1.0), False)]
+    assert "this process has a process group already" in server.values(fake, True)[0]
