@@ -88,12 +88,12 @@ def save_checkpoint(
     """Write a checkpoint, then delete all but the last ``keep_last``, oldest first.
 
     Args:
-        folder: the folder of all checkpoints of the run.
+        folder: of all checkpoints of the run.
         step: batches seen, which names the checkpoint.
         state: tensors and plain values, as `check_savable` wants them.
         facts: JSON that users and resumes read without loading tensors.
         keep_last: checkpoints to keep.
-        ranks: all of them call this; None if this process trains alone.
+        ranks: all of them call this.
 
     Returns:
         The folder of the checkpoint.

@@ -145,8 +145,8 @@ def train(
     """Train the rest of a run, then validate and export the weights.
 
     Args:
-        loop: the loop, at the first batch to train.
-        files: what the run writes, and when.
+        loop: at the first batch to train.
+        files: where to write, and when.
         progress: receives notes and steps.
         resumed: the checkpoint that the loop was restored from; None for a new run.
         is_exact: compare steps that run again after a resume with their lines before it.

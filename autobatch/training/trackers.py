@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -39,15 +39,9 @@ CURVES = {
 """Curves, and the fields of a `StepRecord` that they show."""
 
 
-class Opened(NamedTuple):
-    """A run in the library of a tracker."""
-
-    identifier: str
-    """The name under which a later process continues it."""
-    log: Callable[[dict[str, float], int], object]
-    """Logs figures of a step by the names of their curves."""
-    close: Callable[[bool], object]
-    """Ends the run; receives whether it reached its end."""
+Opened: TypeAlias = tuple[str, Callable[[dict[str, float], int], object], Callable[[bool], object]]
+"""A run in the library of a tracker: its identifier there, by which a later process continues it, what logs
+the figures of a step by the names of their curves, and what ends it, told whether it reached its end."""
 
 
 def _tensorboard(folder: Path, project: str, settings: dict[str, Any], known: str | None) -> Opened:
@@ -57,7 +51,7 @@ def _tensorboard(folder: Path, project: str, settings: dict[str, Any], known: st
         for tag, value in values.items():
             writer.add_scalar(tag, value, step)
 
-    return Opened(TENSORBOARD, log, lambda _: writer.close())
+    return TENSORBOARD, log, lambda _: writer.close()
 
 
 def _wandb(folder: Path, project: str, settings: dict[str, Any], known: str | None) -> Opened:
@@ -70,7 +64,7 @@ def _wandb(folder: Path, project: str, settings: dict[str, Any], known: str | No
         config=settings,
         dir=str(folder),
     )
-    return Opened(
+    return (
         identifier,
         lambda values, step: run.log(values, step=step),
         lambda is_done: run.finish(exit_code=0 if is_done else 1),
@@ -83,7 +77,7 @@ def _mlflow(folder: Path, project: str, settings: dict[str, Any], known: str | N
     run = mlflow.start_run(run_id=known, run_name=folder.name)
     if known is None:
         mlflow.log_params(settings)
-    return Opened(
+    return (
         run.info.run_id,
         lambda values, step: mlflow.log_metrics(values, step=step, synchronous=False),
         lambda is_done: mlflow.end_run("FINISHED" if is_done else "FAILED"),
@@ -97,18 +91,16 @@ class Tracker:
     """Sink that logs the figures of a run, and no step up to the last one that was ``logged`` before."""
 
     def __init__(self, name: str, opened: Opened, logged: int) -> None:
-        self.name = name
-        self._opened, self._logged = opened, logged
-        self._is_done = False
+        self.name, self._logged, self._is_done = name, logged, False
+        _, self._log_figures, self._end = opened
 
     def step(self, record: StepRecord) -> None:
         """Log a step."""
-        if record.step <= self._logged:
-            return
-        self._logged = record.step
-        values = {curve: getattr(record, name) for curve, name in CURVES.items()}
-        values |= {f"training/loss/{name}": value for name, value in record.terms.items()}
-        self._log(values, record.validation)
+        if record.step > self._logged:
+            self._logged = record.step
+            values = {curve: getattr(record, name) for curve, name in CURVES.items()}
+            values |= {f"training/loss/{name}": value for name, value in record.terms.items()}
+            self._log(values, record.validation)
 
     def end(self, training: Training) -> None:
         """Log the final validation."""
@@ -117,13 +109,13 @@ class Tracker:
 
     def close(self) -> None:
         """End the run in the library."""
-        self._opened.close(self._is_done)
+        self._end(self._is_done)
 
     def _log(self, values: dict[str, float | None], validation: dict[str, float | None]) -> None:
         values = values | {f"validation/{name}": value for name, value in validation.items()}
         known = {curve: float(value) for curve, value in values.items() if value is not None}
         if known:
-            self._opened.log(known, self._logged)
+            self._log_figures(known, self._logged)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -153,13 +145,8 @@ def open_trackers(
 ) -> list[Sink]:
     """Open the trackers of a run, or continue those that it has had before.
 
-    Args:
-        names: of the trackers.
-        folder: of the run.
-        project: the name of the workload.
-        settings: the options and the plan.
-        begun_at: batches trained before a resume.
-        logged: last step that was logged before a resume, which may run again.
+    ``begun_at`` and ``logged`` are the steps of the checkpoint and of the last line before a resume; those
+    between them run again.
 
     Raises:
         InputError: a library refuses the run, for example because nobody is logged in.
@@ -181,7 +168,7 @@ def open_trackers(
                 f"--log {name} cannot open the run ({reason}): mend it, or leave it out"
             ) from error
         sinks.append(Tracker(name, opened, logged if name in known else begun_at))
-        known[name] = opened.identifier
+        known[name] = opened[0]
     if names:
         write_atomic(path, msgspec.json.encode(known))
     return sinks
