@@ -20,6 +20,7 @@ from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.base import SilentMeter
 from autobatch.device.oom import lost_context_ignored
+from autobatch.device.snapshot_file import RELEASES
 
 MOST_EVENTS = 300_000
 """Most events of a recording. A longer one would lack its beginning. 25,000 are usual, and a snapshot makes a
@@ -124,9 +125,12 @@ def trace_of(
     """
     blocks: dict[int, int] = {}
     events: list[tuple[int, int]] = []
+    releases: list[int] = []
     kept = [0]
     """The number of events after so many entries."""
     for entry in entries:
+        if entry["action"] in RELEASES:
+            releases.append(len(events))
         if entry["action"] not in ("alloc", "free_completed"):
             continue
         address = entry["addr"]
@@ -140,7 +144,7 @@ def trace_of(
     def placed(counted: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
         return tuple((kept[min(count, len(kept) - 1)], name) for count, name in counted)
 
-    return Trace(tuple(events), placed(marks), placed(modules))
+    return Trace(tuple(events), placed(marks), placed(modules), tuple(dict.fromkeys(releases)))
 
 
 class CudaMeter(SilentMeter):

@@ -22,7 +22,9 @@ from autobatch.device.allocator.trace import FREE, Trace
 Entry = Mapping[str, Any]
 COMMON_POOL = (0, 0)
 """Pool of all blocks that belong to no CUDA graph and no ``torch.cuda.MemPool``."""
-GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+RELEASES = ("segment_free", "segment_unmap")
+"""Events of a program that empties the cache, as a search of cuDNN for its fastest kernel does."""
+GROWS = {"segment_alloc": 1, "segment_map": 1} | dict.fromkeys(RELEASES, -1)
 
 
 class Frame(NamedTuple):
@@ -140,6 +142,7 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
     numbers: dict[int, int] = {}
     """Of the live blocks, by address."""
     events: list[tuple[int, int]] = []
+    releases: list[int] = []
     older: list[tuple[int, int]] = []
     known: list[tuple[int, Stack]] = []
     """Pool and frames of each block, by its number."""
@@ -164,6 +167,7 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
             number = numbers.pop(entry["addr"], None)
             events.append((add(older, entry, int(entry["size"]), ()) if number is None else number, FREE))
         elif action in GROWS:
+            releases += [len(events)] if action in RELEASES else []
             reserved += GROWS[action] * entry["size"]
             peak = max(peak, reserved)
         ran_out = ran_out or action == "oom"
@@ -177,7 +181,9 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
     private = [part for part in segments if tuple(part.get("segment_pool_id") or COMMON_POOL) != COMMON_POOL]
     return Recording(
         device=device,
-        trace=Trace(tuple(whole)).canonical(),
+        trace=Trace(
+            tuple(whole), releases=tuple(len(older) + at for at in dict.fromkeys(releases))
+        ).canonical(),
         stacks=[known[number][1] for number in order],
         pools=[known[number][0] for number in order],
         peak_reserved_bytes=peak,

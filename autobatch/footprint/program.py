@@ -56,6 +56,7 @@ class Program:
     """``(block, size)`` for an allocation, ``(block, None)`` for a free."""
     marks: tuple[tuple[int, str], ...]
     modules: tuple[tuple[int, str], ...] = ()
+    releases: tuple[int, ...] = ()
 
     @classmethod
     def fit(cls, points: Sequence[tuple[int, Trace]]) -> Self:
@@ -86,14 +87,16 @@ class Program:
             if sizes not in known:
                 known[sizes] = rule_through(sizes_of, sizes)
             events.append((block, known[sizes]))
-        return cls(tuple(events), traces[0].marks, traces[0].modules)
+        # Of a cache that has nothing to free there is no event.
+        releases = {position for trace in traces for position in trace.releases}
+        return cls(tuple(events), traces[0].marks, traces[0].modules, tuple(sorted(releases)))
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
         """Return the program that has the sizes of one trace at every micro-batch."""
         only = trace.canonical()
         events = ((block, None if size == FREE else Polynomial(size)) for block, size in only.events)
-        return cls(tuple(events), only.marks, only.modules)
+        return cls(tuple(events), only.marks, only.modules, only.releases)
 
     def at(self, m: int, *, since: int | None = None) -> Trace:
         """Return the trace at micro-batch ``m``.
@@ -108,7 +111,8 @@ class Program:
         for rule in {size for _, size in self.events}:
             if rule is not None:
                 sizes[rule] = rule.at(m if since is None or rule.is_exact else since)
-        return Trace(tuple((block, sizes[size]) for block, size in self.events), self.marks, self.modules)
+        events = tuple((block, sizes[size]) for block, size in self.events)
+        return Trace(events, self.marks, self.modules, self.releases)
 
 
 def _check_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:

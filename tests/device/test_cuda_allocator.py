@@ -41,6 +41,8 @@ def test_allocations_and_completed_frees_become_events() -> None:
         {"action": "oom", "device_free": 5 * MiB, "size": 64 * MiB, "stream": 0},
         entry("free_requested", 1000),
         entry("free_completed", 1000),
+        entry("segment_free", 9000, 20 * MiB),  # the cache is emptied
+        entry("segment_free", 8000, 20 * MiB),
         entry("alloc", 1000, 2 * MiB),
         entry("snapshot", 0),
     ]
@@ -49,6 +51,7 @@ def test_allocations_and_completed_frees_become_events() -> None:
     trace = trace_of(entries, marks)
     assert trace.canonical().events == ((0, 3 * MiB), (1, 5 * MiB), (0, FREE), (2, 2 * MiB))
     assert trace.marks == ((0, "setup"), (2, "forward"), (3, "backward"), (4, "end"))
+    assert trace.releases == (3,)
 
 
 COMMON, OF_A_GRAPH = {"segment_pool_id": (0, 0)}, {"segment_pool_id": (0, 3)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -25,6 +27,12 @@ def test_two_points_give_every_other_micro_batch(recipe, rng) -> None:
         assert program.at(m) == trace_of(recipe, m).canonical()
         assert program.at(m) == trace_of(recipe, m, shuffle=rng).canonical()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(program), type=Program) == program
+
+
+def test_the_cache_is_emptied_at_all_sizes_where_it_was_at_one() -> None:
+    """A cache that holds nothing is emptied without an event."""
+    small, large = (replace(trace(m, 2 * m), releases=at) for m, at in ((2, ()), (3, (1,))))
+    assert Program.fit([(2, small), (3, large)]).at(4).releases == (1,)
 
 
 @settings(max_examples=50)

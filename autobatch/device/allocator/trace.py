@@ -24,6 +24,8 @@ class Trace:
     modules: tuple[tuple[int, str], ...] = ()
     """``(number of events before, dotted name)``: the module whose forward pass runs from there on, empty for
     none."""
+    releases: tuple[int, ...] = ()
+    """Numbers of events before each of which the program emptied the allocator's cache."""
     is_canonical: bool = field(default=False, compare=False)
     """True if `canonical` would change nothing."""
 
@@ -41,7 +43,7 @@ class Trace:
         """
         if self.is_canonical:
             return self
-        noted = {position for position, _ in (*self.marks, *self.modules)}
+        noted = {*self.releases, *(position for position, _ in (*self.marks, *self.modules))}
         moved: dict[int, int] = {}
         numbers: dict[int, int] = {}
         events: list[tuple[int, int]] = []
@@ -65,7 +67,9 @@ class Trace:
             return ((min(moved.get(position, len(events)), len(events)), name) for position, name in notes)
 
         modules = dict(placed(self.modules))  # the last one of those at one place
-        return Trace(tuple(events), tuple(placed(self.marks)), tuple(modules.items()), is_canonical=True)
+        releases = tuple(position for position, _ in placed((position, "") for position in self.releases))
+        marks = tuple(placed(self.marks))
+        return Trace(tuple(events), marks, tuple(modules.items()), releases, is_canonical=True)
 
 
 class Replay(NamedTuple):
@@ -87,7 +91,10 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
     handles: dict[int, Any] = {}
     malloc, free = allocator.malloc, allocator.free
     peak, peak_at, fits = -1, 0, True
+    releases = {*trace.releases}
     for index, (block, size) in enumerate(trace.events):
+        if index in releases:
+            allocator.release()
         if size == FREE:
             if block in handles:
                 free(handles.pop(block))

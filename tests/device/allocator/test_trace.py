@@ -24,7 +24,8 @@ def a_trace(seed: int, length: int) -> Trace:
             block = draw.choice([n for n in range(1000) if n not in live])
             live.append(block)
             events.append((block, draw.choice([700, MiB, 3 * MiB, 12 * MiB])))
-    return Trace(tuple(events))
+    releases = draw.sample(range(length + 1), draw.choice([0, min(length, 3)]))
+    return Trace(tuple(events), releases=tuple(sorted(releases)))
 
 
 @settings(max_examples=60)
@@ -39,6 +40,12 @@ def test_the_canonical_form_replays_alike(seed, length):
     taken = [block for block, size in plain.events if size != FREE]
     assert taken == list(range(len(taken)))
     assert plain.canonical() == plain
+
+
+def test_a_replay_empties_the_cache_where_the_program_did():
+    events = ((0, 30 * MiB), (0, FREE), (1, 12 * MiB), (2, 40 * MiB))
+    kept, emptied = (replay(Trace(events, releases=at), CachingAllocator()) for at in ((), (2,)))
+    assert (kept.peak_reserved_bytes, emptied.peak_reserved_bytes) == (70 * MiB, 52 * MiB)
 
 
 def test_replay_names_the_phase_of_the_peak():
