@@ -88,8 +88,6 @@ class Loading:
 
     workers: int | None = None
     """Loader processes, unless an option or the tuner says otherwise; None for 0."""
-    pin_memory: bool = True
-    """Copy what the processes load to pinned memory, if the device reads it."""
     init_worker: Callable[[int], object] | None = None
     """Called in each process with its number; None for nothing."""
 
@@ -167,8 +165,8 @@ class Workload:
     ) -> Self:
         """Build a workload from the parts of a ``DataLoader``.
 
-        Its data, collate function, sampler or batch sampler, workers and pinning are taken. The batch size is
-        not: autobatch finds the micro-batch. Batches carry over the end of an epoch, whatever ``drop_last``.
+        Its data, collate function, sampler or batch sampler, and workers are taken. The batch size is not:
+        autobatch finds the micro-batch. Batches carry over the end of an epoch, whatever ``drop_last``.
 
         Args:
             loader: of the training data.
@@ -193,7 +191,7 @@ class Workload:
         Raises:
             InputError: a field is invalid; the message names it.
         """
-        if not isinstance(self.model, type) and is_model(self.model):
+        if is_model(self.model):
             raise InputError(
                 f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
                 "that is already built: write model=lambda: …, so that every probe starts with a new model"
@@ -269,10 +267,8 @@ def schedule_arguments(schedule: Callable[..., object]) -> list[str]:
 
 
 def is_model(value: object) -> bool:
-    """Check for a ``torch.nn.Module``, or a class of them, without importing torch."""
-    if not isinstance(value, type):
-        return _is_instance(value, "torch.nn", "Module")
-    return any(kind.__module__ == "torch.nn.modules.module" for kind in value.mro())
+    """Check for a ``torch.nn.Module`` without importing torch."""
+    return _is_instance(value, "torch.nn", "Module")
 
 
 def kind_of(value: object) -> str:
@@ -321,9 +317,7 @@ def parts_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "train_data": loader.dataset,
         "collate": None if loader.collate_fn is default_collate else loader.collate_fn,
         "sampler": None if is_stream(loader.dataset) else order,
-        "loading": Loading(
-            workers=loader.num_workers, pin_memory=loader.pin_memory, init_worker=loader.worker_init_fn
-        ),
+        "loading": Loading(workers=loader.num_workers, init_worker=loader.worker_init_fn),
     }
 
 

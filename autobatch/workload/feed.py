@@ -171,8 +171,8 @@ def open_feed(
         sampler: the batches of the run.
         split: forms the micro-batches; None for equal counts.
         workers: processes that fetch and collate; 0 to do so in the loop.
-        device: to train on; the workers' micro-batches are copied to pinned memory for a GPU, unless the
-            workload asks for none. None if it is unknown.
+        device: to train on; the workers' micro-batches are copied to pinned memory for a GPU. None if it is
+            unknown.
         seeds_samples: seed samples one by one, as they are with workers and in a split by size, which changes
             the order in which they are read.
 
@@ -199,8 +199,7 @@ def open_feed(
     if not workers:
         yield Feed(micro_batches, split)
         return
-    reads_pinned = device is not None and device.type == "cuda" and loading.pin_memory
-    gpu = device if reads_pinned else None
+    gpu = device if device is not None and device.type == "cuda" else None
     feed = WorkerFeed(
         micro_batches, split, sampler, workers=workers, init_worker=loading.init_worker, gpu=gpu
     )

@@ -81,7 +81,7 @@ def test_everything_but_the_batch_size_of_a_loader_is_taken() -> None:
     validation = TensorDataset(torch.arange(3.0))
     workload = Workload.from_loader(loader, validation_data=DataLoader(validation), **FIELDS, name="points")
     assert (workload.train_data, workload.validation_data, workload.collate) == (DATA, validation, list)
-    assert workload.loading == Loading(workers=2, pin_memory=False, init_worker=print)
+    assert workload.loading == Loading(workers=2, init_worker=print)
     assert workload.name == "points"
     stream = Numbers()
     of_stream = Workload.from_loader(DataLoader(stream, batch_size=2), **FIELDS)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from autobatch import InputError
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.user_code import failed_part
 from tests.support.training import make_workload
 
 
@@ -118,23 +117,6 @@ def test_samples_of_different_sizes_are_collated_before_a_probe() -> None:
         sampler(data).check_collate()
     sampler(data, sampler=[[0, 1], [2]]).check_collate()
     sampler(data, collate=torch.nn.utils.rnn.pad_sequence).check_collate()
-
-
-def test_errors_of_the_users_functions_pass_and_are_marked() -> None:
-    def fails(*_: Any) -> Any:
-        raise KeyError("mine")
-
-    class Broken(list[int]):
-        __getitem__ = fails  # type: ignore[assignment]
-
-    for part, broken in (
-        ("train_data[0]", sampler(Broken([1]))),
-        ("collate", sampler([1], collate=fails)),
-        ("size_of", sampler([1], size_of=fails)),
-    ):
-        with pytest.raises(KeyError) as caught:
-            broken.batch(1)
-        assert failed_part(caught.value) == part
 
 
 def test_a_scan_is_seeded_and_leaves_the_generators_alone() -> None:

@@ -127,7 +127,6 @@ class Deadly(Rows):
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        (partial(os._exit, 3), "3"),
         (partial(die_of, signal.SIGKILL), "-9"),
         (partial(die_of, signal.SIGBUS), "-7|1"),  # torch catches it
     ],

@@ -57,7 +57,7 @@ def test_a_module_and_a_file_are_found_and_take_the_name_of_no_other_module(tmp_
         ("found_mod:nothing", r"nothing in found_mod returned nothing \(None\), not an autobatch.Workload"),
         (3, "the workload must be an autobatch.Workload, .* found an int"),
         (dict, "dict returned a dict, not"),
-        (nn.Linear, "is a model: give a function"),
+        (nn.Linear(1, 1), "is a model: give a function"),
     ],
 )
 def test_a_reference_to_nothing_names_what_was_searched(reference: Any, message: str, tmp_path: Path) -> None:
