@@ -10,7 +10,6 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from html import escape
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -184,42 +183,35 @@ def training_figure(records: Sequence[StepRecord], checkpoints: Sequence[int] = 
     return draw("training", "Training", paint, height=100 + 85 * len(panels), note=saved)
 
 
-def _figure(field: str, name: str, record: StepRecord) -> float | None:
-    """Return a figure of a step that has several, for example a term of its loss; None if it lacks it."""
-    figures: dict[str, float | None] = getattr(record, field)
-    return figures.get(name)
-
-
 def _panels(records: Sequence[StepRecord]) -> dict[str, Curves]:
     """Return the curves of each panel, by its title. A held-out figure of one step is no curve."""
 
-    def points(value: Callable[[StepRecord], float | None]) -> list[tuple[float, float]]:
-        return [(record.step, at) for record in records if (at := value(record)) is not None]
+    def points(field: str) -> list[tuple[float, float]]:
+        return [(record.step, at) for record in records if (at := getattr(record, field)) is not None]
 
-    def names(field: str) -> dict[str, list[tuple[float, float]]]:
-        every = dict.fromkeys(name for record in records for name in getattr(record, field))
-        return {name: points(partial(_figure, field, name)) for name in every}
+    def by_name(field: str) -> Curves:
+        curves: Curves = {}
+        for record in records:
+            for name, value in getattr(record, field).items():
+                curves.setdefault(name, []).extend([] if value is None else [(record.step, value)])
+        return curves
 
-    held_out = {name: found for name, found in names("validation").items() if len(found) > 1}
-    panels: dict[str, Curves] = {"loss": {"loss": points(lambda record: record.loss)}}
+    held_out = {name: curve for name, curve in by_name("validation").items() if len(curve) > 1}
+    panels: dict[str, Curves] = {"loss": {"loss": points("loss")}}
     if "loss" in held_out:
         panels["loss"]["held-out loss"] = held_out.pop("loss")
-    for name, found in held_out.items():
-        panels[f"held-out {name}"] = {name: found}
-    for name, found in names("terms").items():
-        panels[f"loss: {name}"] = {name: found}
-    panels["learning rate"] = {"": points(lambda record: record.learning_rate)}
-    panels["samples/s"] = {"samples/s": points(lambda record: record.samples_per_s)}
+    panels |= {f"held-out {name}": {name: curve} for name, curve in held_out.items()}
+    panels |= {f"loss: {name}": {name: curve} for name, curve in by_name("terms").items()}
+    panels["learning rate"] = {"": points("learning_rate")}
+    panels["samples/s"] = {"samples/s": points("samples_per_s")}
     if any(record.oom_recoveries for record in records):
-        panels["micro-batch"] = {"": points(lambda record: record.micro_batch)}
+        panels["micro-batch"] = {"": points("micro_batch")}
     return {title: curves for title, curves in panels.items() if any(curves.values())}
 
 
 def _plot(axes: Axes, curves: Curves) -> None:
     """Draw the curves of a panel; one that is long and noisy is faint, with its running mean."""
-    for (label, points), color in zip(
-        curves.items(), SERIES[::-1] if len(curves) > 1 else SERIES, strict=False
-    ):
+    for (label, points), color in zip(curves.items(), (ACCENT, SERIES[-2]), strict=False):
         steps, values = zip(*points, strict=True) if points else ((), ())
         is_noisy = label in ("loss", "samples/s") and len(points) >= SMOOTHED_FROM
         axes.plot(
