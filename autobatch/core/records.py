@@ -214,7 +214,6 @@ class LrTuning(Record, frozen=True, kw_only=True):
     default_loss: float | None
     """Mean over the last quarter of a run; None if it did not train."""
     best_loss: float | None
-    study: str
     history: list[LrTrial] = []
     """Every learning rate that was tried, in order."""
     notes: list[str] = []
@@ -241,8 +240,6 @@ class Tuning(Record, frozen=True, kw_only=True):
     """Every configuration that was measured, in order."""
     offers: list[str] = []
     """What would be faster but changes numbers, and how to ask for it; one per line."""
-    seconds: float = 0.0
-    """Duration of the search, including the comparison of the best with the default."""
     notes: list[str] = []
     """Remarks on the choice, one per line."""
     learning_rate: LrTuning | None = None

@@ -123,7 +123,7 @@ class Search:
                         high=beside.high,
                     )
         offers = [self._offer(tuning.best, axis) for axis in self.offers if time.monotonic() < deadline]
-        return replace(tuning, offers=[*filter(None, offers)], seconds=time.monotonic() - start)
+        return replace(tuning, offers=[*filter(None, offers)])
 
     def _best(self) -> Trial:
         """Return the fastest trial so far, which is the default if no other one has shown to be faster."""

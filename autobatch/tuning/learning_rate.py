@@ -103,7 +103,6 @@ def _find_rate(tuner: Tuner, plan: Plan) -> LrTuning:
         best=best,
         default_loss=losses.get(default),
         best_loss=losses.get(best),
-        study=study.study_name,
         history=history,
         notes=notes,
     )

@@ -27,7 +27,7 @@ ANY_GUESS = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(INTERVALS, st.integers(0, 2**32), st.floats(0, 1), ANY_GUESS)
 def test_any_guess_finds_an_edge_of_what_fits_within_the_bound(interval, seed, share, guess) -> None:
     """Sizes fit or not at random, and the guesses are right, wrong, or no sizes at all."""

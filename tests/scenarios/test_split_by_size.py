@@ -39,7 +39,6 @@ def test_the_weights_are_those_of_whole_batches(limit: int, changes) -> None:
     split = loop_of(workload, limit=limit)
     records = list(split.run())
     assert apart(weights(split.train_state.model), weights(whole.train_state.model)) <= 1e-12
-    assert len({record.accumulation_steps for record in records}) >= 1
     assert all(record.accumulation_steps > 1 for record in records if limit < 24)
 
 

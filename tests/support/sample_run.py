@@ -108,7 +108,7 @@ def some_rates() -> LrTuning:
     losses = {3e-4: 1.31, 4.8e-3: None, 9e-4: 1.1}
     tried = enumerate(losses.items())
     return LrTuning(
-        trials=3, steps=40, default=3e-4, best=9e-4, default_loss=1.31, best_loss=1.1, study="rates",
+        trials=3, steps=40, default=3e-4, best=9e-4, default_loss=1.31, best_loss=1.1,
         history=[LrTrial(number=number, learning_rate=rate, loss=loss) for number, (rate, loss) in tried],
     )  # fmt: skip
 
@@ -137,7 +137,6 @@ def a_run(**changes: Any) -> RunRecord:
             offers=["bf16 is at least 1.80 × faster here: add --precision bf16"],
             study="resnet-18-4f1c",
             history=[*trials, Trial(number=12, note="over the budget by 4 %")],
-            seconds=12.5,
             learning_rate=some_rates(),
         ),
         "training": Training(
