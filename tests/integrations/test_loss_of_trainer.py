@@ -39,21 +39,12 @@ def build(kind: str, config: str, **options: Any) -> nn.Module:
     return getattr(library, kind)(made)  # type: ignore[no-any-return]
 
 
-def t5() -> nn.Module:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-    return build("T5ForConditionalGeneration", "T5Config", decoder_start_token_id=0, **sizes)
-
-
 def llama() -> nn.Module:
     return build("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, **SIZES)
 
 
 def own_mean(trainer: Any, model: Any, inputs: Any, **_: Any) -> Any:
     return cross_entropy(model(input_ids=inputs["input_ids"]).logits, inputs["labels"])
-
-
-def divided_by_its_own_steps(trainer: Any, model: Any, inputs: Any, **_: Any) -> Any:
-    return own_mean(trainer, model, inputs) / trainer.args.gradient_accumulation_steps
 
 
 def own_sum(trainer: Any, model: Any, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Any:
@@ -72,11 +63,9 @@ def of_text() -> nn.Module:
 IGNORES, USES = "ignores num_items_in_batch", "divides by num_items_in_batch"
 CASES = {
     "classes of texts": (of_text, "text", {}, IGNORES),
-    "t5": (t5, "words", {}, IGNORES),
     "causal": (llama, "words", {}, ""),
     "own mean": (of_text, "text", {"own": own_mean}, IGNORES),
     "own sum": (of_text, "text", {"own": own_sum}, ""),
-    "divided by its own steps": (of_text, "text", {"own": divided_by_its_own_steps}, ""),
     "function": (of_text, "text", {"compute_loss_func": mean_of_outputs}, IGNORES),
     "said to be a mean": (llama, "words", {"said": False}, USES),
     "said to be scaled": (of_text, "text", {"said": True}, IGNORES),
