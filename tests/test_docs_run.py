@@ -146,6 +146,7 @@ def test_the_code_of_a_page_runs_as_it_stands(page: Path) -> None:
     assert run_page(page, {"__name__": f"docs_{page.stem.replace('-', '_')}"})
 
 
+@pytest.mark.program
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", EXCERPTS, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_with_what_a_reader_has(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def test_a_plan_is_for_the_whole_batch_and_by_brute_force_the_largest() -> None:
     assert plan_of(contrastive(), target - 28, budget).probe.source == "search"
 
 
+@pytest.mark.program
 def test_a_batch_whose_loss_alone_does_not_fit_is_told_from_a_micro_batch_that_is_too_large() -> None:
     """300 × 300 logits and what is made of them take 1.4 MiB at any micro-batch."""
     with pytest.raises(DoesNotFitError, match=r"in the loss.* a smaller target batch"):
