@@ -134,7 +134,7 @@ def killed_at(folder: Path, rank: int, call: int) -> None:
     group.close()
 
 
-@pytest.mark.parametrize(("rank", "call"), [(0, 4), (1, 0)])
+@pytest.mark.parametrize(("rank", "call"), [(0, 4), pytest.param(1, 0, marks=pytest.mark.program)])
 def test_a_kill_loses_no_checkpoint(server: RankServer, tmp_path: Path, rank: int, call: int) -> None:
     # The other rank may wait for this one. A launcher ends it at once, here the server after some seconds.
     ended = server.run(killed_at, tmp_path, rank, call, world=2, seconds=20)
