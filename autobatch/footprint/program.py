@@ -91,13 +91,6 @@ class Program:
         releases = {position for trace in traces for position in trace.releases}
         return cls(tuple(events), traces[0].marks, traces[0].modules, tuple(sorted(releases)))
 
-    @classmethod
-    def of(cls, trace: Trace) -> Self:
-        """Return the program that has the sizes of one trace at every micro-batch."""
-        only = trace.canonical()
-        events = ((block, None if size == FREE else Polynomial(size)) for block, size in only.events)
-        return cls(tuple(events), only.marks, only.modules, only.releases)
-
     def at(self, m: int, *, since: int | None = None) -> Trace:
         """Return the trace at micro-batch ``m``.
 

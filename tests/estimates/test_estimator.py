@@ -47,6 +47,7 @@ def test_an_estimate_is_not_capped_by_the_data_and_says_which_option_caps_it():
     assert [(one.micro_batch, one.fits) for one in asked.estimates] == [(5000, True)] * 2
 
 
+@pytest.mark.program
 def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
     workload = work(lambda: mlp(2048))
     loss = workload.loss

@@ -73,6 +73,7 @@ def test_a_smaller_size_that_fails_alone_is_not_the_answer(tmp_path: Path, monke
     assert "32 survives" in heard.notes[0]
 
 
+@pytest.mark.program
 def test_a_sample_that_does_not_fit_alone_is_named_before_training() -> None:
     class WithOutlier(Sequences):
         def __getitem__(self, index: int):
