@@ -126,9 +126,7 @@ def _checked(traced: Sequence[Recording | AutobatchError]) -> list[Recording]:
 
 def _begins_with(program: Program, m: int, trace: Trace) -> bool:
     """Return whether the events of a program at a micro-batch begin with those of a trace."""
-    with suppress(Untraceable):
-        return program.at(m).events[: len(trace.events)] == trace.events
-    return False
+    return program.at(m).events[: len(trace.events)] == trace.events
 
 
 def _recorded_each(asked: Sequence[tuple[TracedStep, int]]) -> list[Recording | AutobatchError]:

@@ -21,9 +21,8 @@ from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
-from autobatch.estimates.footprints import Footprint, Unpredictable
+from autobatch.estimates.footprints import Footprint
 from autobatch.footprint.fitting import Fitting
-from autobatch.footprint.program import Untraceable
 
 LARGEST = 2**31 - 1
 """The largest micro-batch of any search, for a step whose memory does not grow."""
@@ -61,11 +60,7 @@ class Spending(NamedTuple):
     """Bytes that each allocator of ``new_allocator`` begins with."""
 
     def largest(self, step: Footprint, *, expandable: bool = False) -> tuple[int, int]:
-        """Return the largest micro-batch of a step that fits, 0 if none does, and its peak (that of 1 if 0).
-
-        Raises:
-            Untraceable: its footprint is invalid at a size that was tried.
-        """
+        """Return the largest micro-batch of a step that fits, 0 if none does, and its peak, or that of 1."""
         size = self._most(step, partial(self.new_allocator, self.budget_bytes, expandable), self.cap)
         # If a size fits only after the cache is emptied, the peak is the one within the budget.
         limit = self.budget_bytes if size else None
@@ -74,25 +69,18 @@ class Spending(NamedTuple):
         return size, peaks.peak_allocated_bytes if reserved is None else reserved
 
     def predict(self, step: Footprint, micro_batch: int | None = None) -> Prediction:
-        """Predict what fits of a step, or whether one size does.
-
-        Raises:
-            Unpredictable: its footprint is invalid at a size that was tried.
-        """
+        """Predict what fits of a step, or whether one size does."""
         less = int(self.budget_bytes * (1 - step.margin))
-        try:
-            # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
-            high = self._most(step, partial(CountingAllocator, self.budget_bytes - self.held_bytes), self.cap)
-            best = self._most(step, partial(self.new_allocator, self.budget_bytes, False), high)
-            low = self._most(step, partial(self.new_allocator, less, False), best)
-            asked = best if micro_batch is None else micro_batch
-            trace = step.program.at(max(1, asked))
-            outcome = replay(trace, self.new_allocator(self.budget_bytes, False))
-            fits = outcome.fits and asked > 0
-            if not outcome.fits:
-                outcome = replay(trace, self.new_allocator(None, False))
-        except Untraceable as error:
-            raise Unpredictable(f"cannot predict: {error}") from error
+        # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
+        high = self._most(step, partial(CountingAllocator, self.budget_bytes - self.held_bytes), self.cap)
+        best = self._most(step, partial(self.new_allocator, self.budget_bytes, False), high)
+        low = self._most(step, partial(self.new_allocator, less, False), best)
+        asked = best if micro_batch is None else micro_batch
+        trace = step.program.at(max(1, asked))
+        outcome = replay(trace, self.new_allocator(self.budget_bytes, False))
+        fits = outcome.fits and asked > 0
+        if not outcome.fits:
+            outcome = replay(trace, self.new_allocator(None, False))
         return Prediction(asked, low, high, fits, outcome)
 
     def _most(self, step: Footprint, new_allocator: Callable[[], Allocator], cap: int) -> int:

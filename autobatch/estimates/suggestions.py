@@ -7,7 +7,7 @@ and the new footprint is searched under the same budget.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +21,6 @@ from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, footprint, footprints
 from autobatch.estimates.gpus import Spending
 from autobatch.estimates.traced_step import TracedStep
-from autobatch.footprint.program import Untraceable
 from autobatch.rehearsal.setup import Setup, describe_setup, new_allocator
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import low_precision_parameters
@@ -103,11 +102,7 @@ def helpful(plain: Footprint, changes: Sequence[Change], spending: Spending) -> 
 def _outcome(
     spending: Spending, step: Footprint | AutobatchError, is_expandable: bool
 ) -> tuple[int, int] | None:
-    if isinstance(step, AutobatchError):
-        return None
-    with suppress(Untraceable):
-        return spending.largest(step, expandable=is_expandable)
-    return None
+    return None if isinstance(step, AutobatchError) else spending.largest(step, expandable=is_expandable)
 
 
 def _helps(now: tuple[int, int], then: tuple[int, int]) -> bool:

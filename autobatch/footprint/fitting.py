@@ -42,11 +42,7 @@ class Fitting:
         self._known: dict[int, bool] = {}
 
     def fits(self, m: int) -> bool:
-        """Return whether a micro-batch fits.
-
-        Raises:
-            Untraceable: a program is invalid at that size.
-        """
+        """Return whether a micro-batch fits."""
         if m not in self._known:
             self._known[m] = self._may_fit(m) and (
                 self._only_counts
@@ -55,11 +51,7 @@ class Fitting:
         return self._known[m]
 
     def largest(self, cap: int, multiple: int = 1) -> int:
-        """Return a micro-batch up to ``cap`` that fits where the next one does not, 0 if none is found.
-
-        Raises:
-            Untraceable: a program is invalid at a size that was tried.
-        """
+        """Return a micro-batch up to ``cap`` that fits where the next one does not, 0 if none is found."""
         most, high = cap // multiple, 1
         while high <= most and self._may_fit(high * multiple):
             high *= 2

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 
@@ -19,7 +18,6 @@ import msgspec
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, RealBatches
 from autobatch.footprint.fitting import Fitting
-from autobatch.footprint.program import Untraceable
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.rehearsal import batch_of, rehearse
@@ -49,7 +47,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
     if is_ragged:
         progress.doing("running batches of the run")
         batches = process.call("the choice of real batches", batches_to_run, samples, seed)
-    elif not _fits(doubts, largest):
+    elif not limit.programs or not doubts.fits(largest):
         return limit  # a replay that is wrong about the limit tells nothing about smaller sizes
     attempts: list[Attempt] = []
 
@@ -60,7 +58,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
             split = Split(multiple=multiple)
             reason = process.call("a run of real batches", run_batches, batches, split, size)
         else:
-            sizes = {each for each in micro_batches(samples, size, multiple) if not _fits(doubts, each)}
+            sizes = {each for each in micro_batches(samples, size, multiple) if not doubts.fits(each)}
         for each in sorted(sizes - {largest}, reverse=True):
             if reason is None:
                 attempts.append(run_attempt(process, each, progress).attempt)
@@ -87,12 +85,6 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
         by = probe.upper_bound_by if size == largest else "run"
         probe = msgspec.structs.replace(probe, micro_batch=size, upper_bound_by=by, real_batches=real)
     return limit._replace(probe=probe, planned=size)
-
-
-def _fits(fitting: Fitting, size: int) -> bool:
-    with suppress(Untraceable):
-        return bool(fitting.orders) and fitting.fits(size)
-    return False
 
 
 def batches_to_run(setup: Setup, samples: int, seed: int) -> list[GlobalBatch]:

@@ -63,24 +63,18 @@ class Runs:
 
     def largest(self, cap: int, multiple: int) -> int | None:
         """Return the largest size that fits according to the replay; None if there is none."""
-        with suppress(Untraceable):
-            return self._fitting.largest(cap, multiple) if self.programs else None
-        return None
+        return self._fitting.largest(cap, multiple) if self.programs else None
 
     def refuse(self, size: int, above: int) -> bool:
         """Return whether a replay that agrees to the byte with the run of a size refuses the next one."""
         if (ran := self._fits.get(size)) is None or not self.programs:
             return False
-        with suppress(Untraceable):
-            said = replay(self.programs[0].at(size), self._new_allocator())
-            agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
-            if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
-                agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
-            nexts = [program.at(above, since=size) for program in self.programs]
-            return (
-                said.fits and agrees and not all(replay(each, self._new_allocator()).fits for each in nexts)
-            )
-        return False
+        said = replay(self.programs[0].at(size), self._new_allocator())
+        agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
+        if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
+            agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
+        nexts = (replay(each.at(above, since=size), self._new_allocator()) for each in self.programs)
+        return said.fits and agrees and not all(each.fits for each in nexts)
 
     def line(self, share: float = 1.0) -> int:
         """Return the size at which a line meets a share of the budget, `ENDLESS` if memory does not grow.

@@ -74,10 +74,9 @@ def keep(
     """Save the answer of a search in place of an earlier one, and return its file.
 
     Returns:
-        None if the search was stopped, if not the budget refused a size, or, with a note, if the directory is
-        not writable.
+        None if not the budget refused a size, or, with a note, if the directory is not writable.
     """
-    if probe.upper_bound_by is None or any(attempt.is_below_budget for attempt in probe.attempts):
+    if any(attempt.is_below_budget for attempt in probe.attempts):
         return None
     limit = SavedLimit(
         micro_batch=probe.micro_batch,
