@@ -330,7 +330,7 @@ def _order_of_all_ranks(sampler: Any, data: Any) -> Iterable[Any] | None:
     from torch.utils.data import RandomSampler
     from torch.utils.data.distributed import DistributedSampler
 
-    if not hasattr(sampler, "__iter__") or hasattr(sampler, "__next__"):
+    if not hasattr(sampler, "__iter__") or inspect.isgenerator(sampler):
         raise InputError(
             "Workload(sampler=…) must draw the indices of an epoch whenever it is iterated, found "
             f"{kind_of(sampler)}: give a list or a sampler"

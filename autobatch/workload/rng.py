@@ -59,9 +59,9 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
     )
 
 
-def plain_random_state(state: RandomState | None = None) -> dict[str, Any]:
-    """Return states as tensors and plain values, those of now if none are given."""
-    state = capture_random_state() if state is None else state
+def plain_random_state() -> dict[str, Any]:
+    """Return the states of all generators as tensors and plain values."""
+    state = capture_random_state()
     kind, words, *place = state.numpy
     numpy = (kind, words.tolist(), *place)
     return {"python": state.python, "numpy": numpy, "torch": state.torch, "cuda": state.cuda}
