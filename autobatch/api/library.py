@@ -156,7 +156,7 @@ def fit(
         sinks: receive the records of the training besides ``metrics.jsonl`` (see ``examples/sinks.py``).
         until: called with the record of each step, after its validation. If it returns something true, the
             run ends there as after its last step (early stopping, a budget of samples). Of several ranks,
-            rank 0 decides. What it raises ends the run.
+            rank 0 decides. What it raises ends the run after a checkpoint.
         options: the keywords below, which are the options of ``autobatch fit``.
 
     Returns:

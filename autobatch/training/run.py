@@ -21,6 +21,7 @@ from autobatch.core.errors import (
     DoesNotFitError,
     Interrupted,
     RestartSmallerError,
+    UserCodeError,
 )
 from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.progress import Progress
@@ -50,7 +51,7 @@ from autobatch.training.trackers import open_trackers
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
-from autobatch.workload.user_code import user_code
+from autobatch.workload.user_code import describe, user_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +158,7 @@ def train(
         CheckpointError: a checkpoint or another file could not be written.
         InputError: the workload keeps state that a checkpoint cannot hold.
         AutobatchError: see `Loop.run`.
-        Exception: whatever ``until`` raises.
+        Exception: whatever ``until`` raises, after a checkpoint.
     """
     files.out.mkdir(parents=True, exist_ok=True)
     ranks, begun_at = loop.engine.ranks, loop.batches_seen
@@ -271,15 +272,36 @@ class _Run:
                 self._progress.doing("saving a checkpoint")
                 self._save_if_needed()
                 self._progress.saved(record.step)
-            with user_code("until"):
-                is_enough = until is not None and loop.engine.ranks.once(lambda: bool(until(record)))  # noqa: B023
-            if is_enough:
+            if until is not None and self._is_enough(until, record):
                 self._add_note(f"until=… ended the run after step {record.step} of {total}")
                 break
             self._stop_if_requested()
         self._stop_if_requested()
         self._progress.doing("saving a checkpoint")
         self._save_if_needed()
+
+    def _is_enough(self, until: Until, record: StepRecord) -> bool:
+        """Ask the user's rule on rank 0 whether the run ends here; all ranks call it.
+
+        Raises:
+            Exception: whatever the rule raises, on rank 0, after a checkpoint.
+            UserCodeError: the same on the other ranks.
+        """
+        raised: list[Exception] = []
+
+        def ask() -> bool | str:
+            try:
+                with user_code("until"):
+                    return bool(until(record))
+            except Exception as error:
+                raised.append(error)
+                return describe(error)
+
+        answer = self._loop.engine.ranks.once(ask)
+        if isinstance(answer, bool):
+            return answer
+        self._save_if_needed()
+        raise raised[0] if raised else UserCodeError(f"on rank 0, {answer}")
 
     def _compare(self, record: StepRecord) -> None:
         """Compare a step that ran again after a resume with its line from before it."""

@@ -43,32 +43,40 @@ def test_a_rule_of_the_users_ends_a_run_as_its_last_step_does_and_a_resume_goes_
     assert torch.equal(weights(rest.model), weights(whole.model))
 
 
-def test_what_a_rule_raises_is_the_users_own(tmp_path: Path) -> None:
+def test_what_a_rule_raises_is_the_users_own_and_comes_after_a_checkpoint(tmp_path: Path) -> None:
     def until(record: StepRecord) -> bool:
         raise ZeroDivisionError(f"at {record.step}")
 
     with pytest.raises(ZeroDivisionError, match="at 1") as caught:
         train(open_loop(), settings(tmp_path), Progress(), None, until=until)
     assert "raised by the workload: until" in caught.value.__notes__[0]
+    assert saved_steps(tmp_path) == [1]
 
 
-def ruled(out: Path) -> int:
-    """Train on ranks until the rule of rank 0 says so; return the steps."""
+def ruled(out: Path) -> tuple[int, str]:
+    """Train on ranks until the rule of rank 0 says so, then until it raises; return both ends."""
     group = open_group()
 
     def until(record: StepRecord) -> bool:
         assert group.rank == 0
+        if record.step == 3:
+            raise ZeroDivisionError
         return record.step == 2
 
     loop = ranked_loop(group, make_workload(), [3, 3], target_batch=8, steps=6)
     steps = train(loop, settings(out), Progress(), None, until=until).optimizer_steps
-    group.close()
-    return steps
+    try:
+        train(loop, settings(out), Progress(), None, until=until)
+    except Exception as error:
+        group.close()
+        return steps, f"{type(error).__name__} {loop.batches_seen}"
+    raise AssertionError("the rule has raised nothing")
 
 
 @pytest.mark.distributed
 def test_rank_0_decides_for_all(server: RankServer, tmp_path: Path) -> None:
-    assert server.values(ruled, tmp_path) == [2, 2]
+    assert server.values(ruled, tmp_path) == [(2, "ZeroDivisionError 3"), (2, "UserCodeError 3")]
+    assert saved_steps(tmp_path) == [2, 3]
 
 
 def stopping(at: int, number: int = signal.SIGTERM, **fields: Any) -> Any:
