@@ -135,13 +135,6 @@ def scan(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda samples: monkeypatch.setattr("autobatch.workload.streams.SCAN", samples)
 
 
-def test_steps_need_no_end_of_the_stream(tmp_path: Path, scan: Any) -> None:
-    scan(8)
-    result = fit(make_workload(train_data=endless), tmp_path / "run", steps=5)
-    assert (result.training.optimizer_steps, result.training.samples) == (5, 30)
-    assert_trained(result, by_hand(in_order(5)))
-
-
 def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, scan: Any
 ) -> None:
@@ -163,16 +156,19 @@ def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empt
         autobatch.plan(make_workload(train_data=lambda: iter([])), **options)
 
 
-def test_a_resumed_run_has_the_same_weights_and_says_how_it_found_its_place(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_run_in_steps_needs_no_end_of_the_stream_and_resumes_within_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, scan: Any
 ) -> None:
-    whole = fit(make_workload(train_data=stream), tmp_path / "whole", steps=5)
+    scan(8)
+    workload = make_workload(train_data=endless)
+    whole = fit(workload, tmp_path / "whole", steps=5)
+    assert (whole.training.optimizer_steps, whole.training.samples) == (5, 30)
     assert_trained(whole, by_hand(in_order(5)))
-    fit(make_workload(train_data=stream), tmp_path / "parts", steps=4)
+    fit(workload, tmp_path / "parts", steps=4)
     with caplog.at_level(logging.INFO, logger="autobatch"):
-        parts = fit(make_workload(train_data=stream), tmp_path / "parts", steps=5, resume=True)
+        parts = fit(workload, tmp_path / "parts", steps=5, resume=True)
     assert torch.equal(weights(parts.model), weights(whole.model))
-    assert "the first 4 samples of the stream were read again and skipped" in caplog.text
+    assert "the first 24 samples of the stream were read again and skipped" in caplog.text
 
 
 def test_the_limit_is_that_of_the_same_samples_with_an_index(scan: Any) -> None:
