@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import autobatch
@@ -69,17 +69,8 @@ def reader() -> dict[str, Any]:
     draw = torch.Generator().manual_seed(0)
     dataset = TensorDataset(torch.randn(2048, 4, generator=draw), torch.randint(3, (2048,), generator=draw))
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.image, self.text = nn.Linear(4, 2), nn.Linear(4, 2)
-            self.temperature = nn.Parameter(torch.tensor(1.0))
-
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return torch.cat([self.image(batch), self.text(batch)], 1)
-
     def build_model() -> nn.Module:
-        return Two()
+        return nn.Linear(4, 4)
 
     def workload() -> autobatch.Workload:
         return autobatch.Workload(
@@ -108,18 +99,12 @@ def reader() -> dict[str, Any]:
         "build_model": build_model,
         "dataset": dataset,
         "sentences": [torch.ones(4, dtype=torch.long)],
-        "held_out": dataset,
-        "pad": torch.utils.data.default_collate,
         "loader": DataLoader(dataset, batch_size=32, shuffle=True),
         "validation_loader": DataLoader(dataset, batch_size=32),
         "loss": lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
-        "clip_loss": lambda images, texts, t: (normalize(images) @ normalize(texts).T / t).mean(),
-        "accuracy": lambda model, batch: {"accuracy": (model(batch[0]).argmax(1) == batch[1]).float().mean()},
         "workload": workload,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "DataLoader": DataLoader,
-        "DistributedSampler": torch.utils.data.DistributedSampler,
         "Workload": autobatch.Workload,
     }
 
