@@ -16,10 +16,9 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import clean_unfinished
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, Probe
+from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
-from autobatch.device.profiles import data_home
 from autobatch.distributed.launch import open_ranks
 from autobatch.distributed.ranks import VERDICT, Ranks
 from autobatch.rehearsal.process import ChildProcess, SetupProcess
@@ -74,11 +73,6 @@ class Run:
     """The records of the stages so far, once there are any."""
 
     @property
-    def home(self) -> Path:
-        """The data directory."""
-        return data_home(os.environ)
-
-    @property
     def target(self) -> int:
         """Samples per optimizer step, of a command that plans."""
         assert self.options.target_batch is not None
@@ -89,12 +83,6 @@ class Run:
         """The plan, once there is one."""
         assert self.result.plan is not None
         return self.result.plan
-
-    @property
-    def probe(self) -> Probe:
-        """The probe, once it ran."""
-        assert self.result.probe is not None
-        return self.result.probe
 
     def record(self, **records: Any) -> None:
         """Put records of a stage into the result."""

@@ -16,6 +16,7 @@ import msgspec
 from autobatch.api.run import Run, check_data_of_ranks
 from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.records import Plan, Remedy, Tuning
+from autobatch.device.profiles import data_home
 from autobatch.distributed.rank_plan import agree_on_limit
 from autobatch.distributed.ranks import launched_world
 from autobatch.estimates.suggestions import in_words, suggest
@@ -140,7 +141,8 @@ def _limit(run: Run, samples: int | None) -> Limit:
 def _find(run: Run, share: int | None, *, explains: bool = True) -> Limit:
     """Find the largest micro-batch on this rank; say what would help if none fits."""
     try:
-        return find_limit(run.setup, run.options, share=share, home=run.home, progress=run.progress)
+        home = data_home(os.environ)
+        return find_limit(run.setup, run.options, share=share, home=home, progress=run.progress)
     except DoesNotFitError as error:
         if not explains:
             raise
@@ -221,7 +223,7 @@ def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:
             process=run.setup,
             options=options,
             planned_steps=steps,
-            home=run.home,
+            home=data_home(os.environ),
             progress=run.progress,
             ranks=run.ranks,
             deadline=math.inf if options.timeout is None else time.monotonic() + options.timeout,
@@ -229,9 +231,9 @@ def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:
     if tuner is not None and has_trials:
         chosen, tuning = tuner.tune(run.plan)
         run.record(plan=chosen, tuning=tuning)
-    run.record(
-        plan=choose_split(run.setup, run.plan, run.probe, options, ranks=run.ranks, progress=run.progress)
-    )
+    limit = run.result.probe
+    assert limit is not None
+    run.record(plan=choose_split(run.setup, run.plan, limit, options, ranks=run.ranks, progress=run.progress))
     if tuner is not None and tunes_rate:
         from autobatch.tuning.learning_rate import tune_learning_rate
 
