@@ -46,7 +46,7 @@ ROLL_CALL_S, PAUSE_S = 4.0, 0.1
 OF_RANK_0 = datetime.timedelta(days=1)
 """Longest wait for the work of rank 0 alone: a save, a compilation, a trial."""
 OUT = "out"
-_OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer")
+_OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|Operation timed out")
 """The texts of failed collectives."""
 
 T = TypeVar("T")
@@ -80,6 +80,8 @@ class Group(Ranks):
         self.host = socket.gethostname()
         self._messages = messages
         self._of_rank_0: ProcessGroup | None = None
+        self._told: list[Any] = []
+        """Messages of rank 0 on their way."""
         self._tensors: ProcessGroup | None = None
         self._limit = limit
 
@@ -113,12 +115,9 @@ class Group(Ranks):
 
     def broadcast(self, value: T) -> T:
         """See `Ranks.broadcast`."""
-        return self._broadcast(value, self._messages)
-
-    def _broadcast(self, value: T, group: ProcessGroup | None) -> T:
         sent = [value if self.rank == 0 else None]
         with self.waiting("receive the data of rank 0"):
-            dist.broadcast_object_list(sent, 0, group=group)
+            dist.broadcast_object_list(sent, 0, group=self._messages)
         return value if self.rank == 0 else sent[0]  # type: ignore[return-value]
 
     def once(self, act: Callable[[], T]) -> T:
@@ -136,7 +135,15 @@ class Group(Ranks):
                     raise  # its verdict ends the others
                 error = caught
         kind = CheckpointError if isinstance(error, CheckpointError) else DoesNotFitError
-        answer, of_rank_0 = self._broadcast((answer, error and kind(str(error))), self._of_rank_0)
+        with self.waiting("wait for the work of rank 0"):
+            is_over = torch.zeros(1, device="cpu")
+            if self.rank:
+                dist.recv(is_over, 0, group=self._of_rank_0)
+            else:
+                # Rank 0 does not wait for these messages for a day: a rank may hang.
+                others = range(1, self.world)
+                self._told = [dist.isend(is_over, rank, group=self._of_rank_0) for rank in others]
+        answer, of_rank_0 = self.broadcast((answer, error and kind(str(error))))
         if error or of_rank_0:
             raise error or of_rank_0  # type: ignore[misc]
         return answer  # type: ignore[no-any-return]
