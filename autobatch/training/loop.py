@@ -273,7 +273,7 @@ class Loop:
         if oom.is_fatal:
             raise self._end(batch, oom, ", in the driver, after which this process cannot continue")
         if not oom.is_intact:
-            why = ", where the batch cannot run again, because the forward pass changed a large buffer"
+            why = ", where the batch cannot run again, because the forward pass changed a large buffer or a frozen weight"
             raise self._end(batch, oom, why)
 
     def _end_in_step(self, batch: GlobalBatch, oom: OutOfMemory) -> AutobatchError:
@@ -318,7 +318,9 @@ class Loop:
             # No rank may train on without another.
             if not self.engine.ranks.agree(not self.train_state.buffers.restore()):
                 return
-            reason = " and cannot be skipped, because the forward pass changed a large buffer of the model"
+            reason = (
+                " and cannot be skipped, because the forward pass changed a large buffer or a frozen weight"
+            )
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
         at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
         named, more = batch.ids[:MAX_NAMED_SAMPLES], len(batch.ids) - MAX_NAMED_SAMPLES
