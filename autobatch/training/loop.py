@@ -273,8 +273,8 @@ class Loop:
         if oom.is_fatal:
             raise self._end(batch, oom, ", in the driver, after which this process cannot continue")
         if not oom.is_intact:
-            why = ", where the batch cannot run again, because the forward pass changed a large buffer or a frozen weight"
-            raise self._end(batch, oom, why)
+            why = "the forward pass changed a large buffer or a frozen weight"
+            raise self._end(batch, oom, f", where the batch cannot run again, because {why}")
 
     def _end_in_step(self, batch: GlobalBatch, oom: OutOfMemory) -> AutobatchError:
         """Return the error of a run that ends because other ranks, or the weights, may have moved on."""
