@@ -142,7 +142,7 @@ def record(words: list[str]) -> int:
 
     Without --steps and --seconds it is written when the command ends, also by Ctrl-C, and
     in any case when memory runs out. The command goes on then. It keeps its terminal and
-    exit code. Two sizes tell what would fit: autobatch estimate --snapshot N=FILE
+    exit code. Then ask what would fit: autobatch estimate --snapshot FILE
 
       autobatch record --out b8.pickle --steps 3 -- python train.py --batch_size=8
     """

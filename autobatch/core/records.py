@@ -334,6 +334,38 @@ class RankEstimate(OfRanks, frozen=True, kw_only=True):
     """Peak at ``micro_batch``, or at 1 if none fits."""
 
 
+class Refusal(Record, frozen=True, kw_only=True):
+    """A request for memory that a recorded program was refused."""
+
+    asked_bytes: int
+    device_free_bytes: int
+    """Free on the GPU."""
+    allocated_bytes: int
+    reserved_bytes: int
+    reason: Literal["fragmented", "limited", "full"]
+    """``fragmented`` if as much was free, in pieces; ``limited`` if a limit of the process held it back."""
+
+
+class Recorded(Record, frozen=True, kw_only=True):
+    """A program whose memory was recorded once, in a snapshot of torch."""
+
+    file: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    needed_bytes: int
+    """The reserved peak, with the request that was refused."""
+    expandable_bytes: int
+    """The same with expandable segments, by replay."""
+    memory: dict[str, int]
+    """Live bytes at the peak, or when memory ran out, by the line of the program that took them."""
+    fits: dict[str, bool]
+    """For each GPU, True if what it needs is within the budget."""
+    fits_expandable: dict[str, bool]
+    """The same with expandable segments."""
+    refused: Refusal | None
+    """None if memory did not run out."""
+
+
 class Estimate(RankEstimate, frozen=True, kw_only=True):
     """Prediction of what fits on one GPU."""
 

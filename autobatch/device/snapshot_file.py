@@ -39,6 +39,15 @@ Stack = tuple[Frame, ...]
 """Frames of an allocation, the innermost first."""
 
 
+class OutOfMemory(NamedTuple):
+    """The first request that the allocator refused. All figures are bytes."""
+
+    asked: int
+    free: int
+    """Free on the GPU."""
+    reserved: int
+
+
 class OnPools(CachingAllocator):
     """A model of the allocator that is asked for blocks in their order, each of its own stream and pool."""
 
@@ -60,7 +69,8 @@ class Recording:
 
     device: int
     trace: Trace
-    """The events as of an empty allocator: first what is older, in the order in which it is freed."""
+    """The events as of an empty allocator, up to the first request that was refused: first what is older than
+    the recording, in the order in which it is freed."""
     stacks: Sequence[Stack]
     """Frames of each block, by its number."""
     pools: Sequence[int]
@@ -75,8 +85,8 @@ class Recording:
     """The driver put each new segment below those before it."""
     settings: str
     """``PYTORCH_ALLOC_CONF`` of the program, empty if unknown."""
-    ran_out: bool
-    """True if the allocator refused a request."""
+    refused: OutOfMemory | None
+    """None if memory did not run out."""
 
 
 class _Plain(pickle.Unpickler):
@@ -147,7 +157,8 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
     known: list[tuple[int, Stack]] = []
     """Pool and frames of each block, by its number."""
     pools: dict[object, int] = {}
-    stack_of, ran_out = _interned(), False
+    stack_of = _interned()
+    end, refused = None, None
 
     def add(place: list[tuple[int, int]], entry: Entry, size: int, frames: Any) -> int:
         """Add a block to the events or to what is older, and return its number."""
@@ -169,14 +180,17 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
         elif action in GROWS:
             releases += [len(events)] if action in RELEASES else []
             reserved += GROWS[action] * entry["size"]
-            peak = max(peak, reserved)
-        ran_out = ran_out or action == "oom"
+            peak = peak if refused else max(peak, reserved)
+        elif action == "oom" and refused is None:
+            refused = OutOfMemory(int(entry["size"]), int(entry["device_free"]), reserved)
+            end = len(events) + 1
+            add(events, entry, refused.asked, entry.get("frames"))
     blocks = [(segment, block) for segment in segments for block in segment["blocks"]]
     for segment, block in sorted(blocks, key=lambda pair: (pair[1]["size"], pair[1]["address"])):
         if str(block["state"]).startswith("active") and block["address"] not in numbers:
             pool = {**segment, "pool_id": segment.get("segment_pool_id")}
             add(older, pool, int(block.get("requested_size") or block["size"]), block.get("frames"))
-    whole = [*older, *events]
+    whole = [*older, *events[:end]]
     order = [number for number, size in whole if size != FREE]
     private = [part for part in segments if tuple(part.get("segment_pool_id") or COMMON_POOL) != COMMON_POOL]
     return Recording(
@@ -192,7 +206,7 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
         is_expandable=any(segment.get("is_expandable") for segment in segments),
         falls=len(made) > 1 and made == sorted(made, reverse=True),
         settings=settings,
-        ran_out=ran_out,
+        refused=refused,
     )
 
 

@@ -1,6 +1,7 @@
-"""Memory snapshots of a program that ran at two or three sizes: what would fit elsewhere.
+"""Memory snapshots of a program that ran: where its memory went, and what would fit elsewhere.
 
-Recordings ─align─► Program ─replay─► the largest size on each GPU
+    one:          Recording ─replay─► peaks, what lives there, the GPUs on which it would have run
+    two or three: Recordings ─align─► Program ─replay─► the largest size on each GPU
 
 Nothing is traced and no device is touched. Recorded are all blocks of torch's allocator, whoever took them.
 Not seen is what is allocated elsewhere: the context of CUDA, for which a budget leaves room, and NCCL.
@@ -14,20 +15,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate
+from autobatch.core.records import Estimate, Recorded, Refusal
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
+from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.device.allocator.trace import FREE, Replay, Trace, replay
 from autobatch.device.cuda_allocator import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
-from autobatch.device.snapshot_file import OnPools, Recording, Stack, read_recordings
+from autobatch.device.snapshot_file import OnPools, OutOfMemory, Recording, Stack, read_recordings
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import need, with_remedies
 from autobatch.estimates.footprints import MARGIN, Footprint
@@ -52,10 +54,10 @@ LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<froze
 
 
 def estimate_snapshots(options: Options) -> Estimates:
-    """Predict what fits from memory snapshots of a program.
+    """Predict what fits from memory snapshots of a program, or explain a single one.
 
     Args:
-        options: those of ``estimate``, with two or three snapshots: three sizes give a parabola.
+        options: those of ``estimate``, with one to three snapshots: three sizes give a parabola.
 
     Raises:
         InputError: a file or an option is invalid, or the recordings part too far.
@@ -68,8 +70,11 @@ def estimate_snapshots(options: Options) -> Estimates:
                 "that change"
             )
     start, gpus = time.perf_counter(), Gpus(options)
+    if len(options.snapshot) == 1:
+        named = _SIZED.fullmatch(options.snapshot[0])
+        return _explained(Path(named[2] if named else options.snapshot[0]), gpus)
     recordings, notes = _read(options.snapshot)
-    program = _Recorded.of(recordings, options, gpus)
+    program = _Program.of(recordings, options, gpus)
     found = run_in_copies([partial(program.estimate, gpu) for gpu in gpus.asked])
     found = with_remedies(found, gpus, lambda gpu: helpful(program.step, [], program.spending(gpu)))
     notes += program.notes()
@@ -93,7 +98,7 @@ def _read(snapshots: Sequence[str]) -> tuple[dict[int, Recording], list[str]]:
     files = {int(match[1]): Path(match[2]) for match in map(_SIZED.fullmatch, snapshots) if match}
     if len(files) != len(snapshots) or len(files) not in (2, 3):
         raise InputError(
-            "give two or three snapshots with different sizes (--snapshot 8=b8.pickle --snapshot "
+            "give one snapshot, or two or three with different sizes (--snapshot 8=b8.pickle --snapshot "
             f"16=b16.pickle), found {', '.join(map(quoted, snapshots))}"
         )
     recordings: dict[int, Recording] = {}
@@ -102,7 +107,7 @@ def _read(snapshots: Sequence[str]) -> tuple[dict[int, Recording], list[str]]:
         gpus = read_recordings(path)
         index = next(iter(recordings.values()), gpus[0]).device
         recordings[size] = recording = next((gpu for gpu in gpus if gpu.device == index), gpus[0])
-        if recording.ran_out:
+        if recording.refused is not None:
             raise InputError(f"{path} ended out of memory, so its step is not whole: record a size that fits")
         notes += _hidden(recording, str(path))
     return recordings, notes
@@ -127,7 +132,66 @@ def _hidden(recording: Recording, name: str) -> Iterator[str]:
         yield f"{name} was recorded with {', '.join(unknown)}, which a replay does not know"
 
 
-class _Recorded(NamedTuple):
+def _explained(path: Path, gpus: Gpus) -> Estimates:
+    """Explain a single recording, that of the GPU that reserved most."""
+    recording, *others = read_recordings(path)
+    notes = [*_hidden(recording, str(path))]
+    if others:
+        notes.append(f"{path} has {len(others) + 1} GPUs, and this is GPU {recording.device}")
+    whole, refused = recording.trace, recording.refused
+    # The last event of a recording that ended out of memory is the request that was refused.
+    ran = whole if refused is None else Trace(whole.events[:-1], releases=whole.releases)
+
+    def replayed(trace: Trace, *, expandable: bool = recording.is_expandable) -> Replay:
+        return replay(trace, OnPools(None, recording.pools, expandable=expandable))
+
+    held, peak = replayed(ran), recording.peak_reserved_bytes
+    notes += _differences(peak, held.peak_reserved_bytes or 0, str(path))
+    needed = peak if refused is None else replayed(whole).peak_reserved_bytes or 0
+    expandable = replayed(whole, expandable=True).peak_reserved_bytes or 0
+    end = held.peak_at if refused is None else len(ran.events)
+    budgets = {gpu.name: gpus.budget(gpu)[0] for gpu in gpus.asked}
+    recorded = Recorded(
+        file=str(path),
+        peak_allocated_bytes=held.peak_allocated_bytes,
+        peak_reserved_bytes=peak,
+        needed_bytes=needed,
+        expandable_bytes=expandable,
+        memory=_by_line(_live_at(ran, end), recording.stacks),
+        fits={gpu: needed <= budget for gpu, budget in budgets.items()},
+        fits_expandable={gpu: expandable <= budget for gpu, budget in budgets.items()},
+        refused=None if refused is None else _refusal(refused, held.allocated_bytes),
+    )
+    return Estimates(estimates=[], notes=notes, recorded=recorded)
+
+
+def _refusal(refused: OutOfMemory, allocated: int) -> Refusal:
+    """Return why a request was refused, with what was allocated then."""
+    unused = refused.reserved - allocated
+    is_limited = AllocatorConfig().segment_bytes(refused.asked) <= refused.free
+    is_enough = refused.asked <= unused + refused.free
+    reason: Literal["fragmented", "limited", "full"] = "fragmented" if is_enough else "full"
+    if is_limited and refused.asked > unused:
+        reason = "limited"
+    return Refusal(
+        asked_bytes=refused.asked,
+        device_free_bytes=refused.free,
+        allocated_bytes=allocated,
+        reserved_bytes=refused.reserved,
+        reason=reason,
+    )
+
+
+def _differences(recorded: int, replayed: int, name: str) -> Iterator[str]:
+    """Yield a line if a replay does not reserve what was recorded."""
+    if abs(replayed - recorded) > NOTED_SHARE * recorded:
+        yield (
+            f"{name}: a replay of its blocks reserves {format_bytes(replayed)} at the peak, and the GPU "
+            f"reserved {format_bytes(recorded)}"
+        )
+
+
+class _Program(NamedTuple):
     """Knowledge of a program that was recorded at several sizes."""
 
     step: Footprint
@@ -146,7 +210,7 @@ class _Recorded(NamedTuple):
     gpus: Gpus
 
     @classmethod
-    def of(cls, recordings: dict[int, Recording], options: Options, gpus: Gpus) -> _Recorded:
+    def of(cls, recordings: dict[int, Recording], options: Options, gpus: Gpus) -> _Program:
         """Fit a program to recordings, the smallest first.
 
         Raises:
@@ -171,12 +235,7 @@ class _Recorded(NamedTuple):
 
     def notes(self) -> Iterator[str]:
         """Yield what limits a prediction, one line each."""
-        recorded = self.recording.peak_reserved_bytes
-        if abs(self.reserved_bytes - recorded) > NOTED_SHARE * recorded:
-            yield (
-                f"at {self.size}: a replay of its blocks reserves {format_bytes(self.reserved_bytes)} at the "
-                f"peak, and the GPU reserved {format_bytes(recorded)}"
-            )
+        yield from _differences(self.recording.peak_reserved_bytes, self.reserved_bytes, f"at {self.size}")
         if self.unpaired:
             lives = "are not live at the peak"
             if self.apart_bytes:

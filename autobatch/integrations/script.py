@@ -232,7 +232,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         raise DoesNotFitError(
             f"a micro-batch of {smallest.micro_batch} does not fit in the budget of "
             f"{format_bytes(device.budget_bytes)}: {smallest.reason}. What helps: a larger --memory-budget, "
-            "or flags with which it takes less"
+            "or flags with which it takes less. autobatch record and estimate --snapshot show what takes it"
         )
     note_next(probe, device.name, runner.progress)
     plan = None

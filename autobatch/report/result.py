@@ -19,6 +19,7 @@ from autobatch.core.records import (
     Probe,
     RankEstimate,
     Record,
+    Recorded,
     RunRecord,
     StepRecord,
     Training,
@@ -152,6 +153,8 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
     estimates: list[Estimate]
     over_ranks: list[RankEstimate] = []
     """The same for other numbers of ranks and other GPUs; empty for one rank."""
+    recorded: Recorded | None = None
+    """The program of a single memory snapshot, which has no ``estimates``; else None."""
     notes: list[str] = []
 
     def to_json(self, *_: str) -> dict[str, Any]:
@@ -159,7 +162,7 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
         return {**HEAD, **msgspec.to_builtins(self)}
 
     def _text(self) -> str:
-        lines = estimate_lines(self.estimates, self.over_ranks)
+        lines = estimate_lines(self.estimates, self.over_ranks, self.recorded)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from autobatch.core.records import Attempt, Estimate, RankEstimate, Trial
+from autobatch.core.records import Attempt, Estimate, RankEstimate, Recorded, Trial
 from autobatch.core.text import module_in_words, printable
 from autobatch.core.units import format_bytes
 from autobatch.report.words import count, decimal, plural
@@ -76,8 +76,13 @@ def trials_table(trials: Sequence[Trial]) -> Table:
     return table_of(f"{plural(len(trials), 'trial')}, {infeasible} infeasible", trials, cells)
 
 
-def estimate_lines(estimates: Sequence[Estimate], over_ranks: Sequence[RankEstimate]) -> Iterator[str]:
+def estimate_lines(
+    estimates: Sequence[Estimate], over_ranks: Sequence[RankEstimate], recorded: Recorded | None
+) -> Iterator[str]:
     """Yield what is predicted: what fits on each GPU, and where the memory of a single one goes."""
+    if recorded is not None:
+        yield from _recorded_lines(recorded)
+        return
     cells: dict[str, Callable[[Estimate], str]] = {
         "GPU": lambda gpu: gpu.profile,
         "budget": lambda gpu: format_bytes(gpu.budget_bytes),
@@ -128,6 +133,44 @@ def _memory_lines(gpu: Estimate) -> list[str]:
             sizes += [(f"  {module_in_words(name)}", own) for name, own in largest]
     phase = f", phase {gpu.phase}" if gpu.phase else ""
     caption = f"memory at the peak of micro-batch {max(1, gpu.micro_batch):,}{phase}"
-    total = sum(gpu.memory.values())
+    return _share_lines(caption, sizes)
+
+
+def _share_lines(caption: str, sizes: Sequence[tuple[str, int]]) -> list[str]:
+    total = sum(size for name, size in sizes if not name.startswith("  "))
     rows = [[f"  {name}", format_bytes(size), f"{size / total:.0%}"] for name, size in sizes if size]
     return [f"{caption}:", *(aligned(rows) if rows else [])]
+
+
+def _recorded_lines(recorded: Recorded) -> Iterator[str]:
+    """Yield what a program took that was recorded, why memory ran out, and where it would run."""
+    reserved, refused = recorded.peak_reserved_bytes, recorded.refused
+    gap, expandable = reserved - recorded.peak_allocated_bytes, format_bytes(recorded.expandable_bytes)
+    yield (
+        f"peak reserved {format_bytes(reserved)}, allocated {format_bytes(recorded.peak_allocated_bytes)}: "
+        f"{format_bytes(gap)} between them ({gap / max(1, reserved):.0%}) are fragmentation"
+    )
+    if refused is None:
+        yield f"expandable_segments:True would reserve {expandable}"
+    else:
+        unused = refused.reserved_bytes - refused.allocated_bytes
+        verdict = {
+            "fragmented": "as much was free, but in pieces: fragmented",
+            "limited": "the GPU had enough: a limit of the process held it back",
+            "full": f"it lacked {format_bytes(refused.asked_bytes - unused - refused.device_free_bytes)}",
+        }
+        yield (
+            f"out of memory: asked for {format_bytes(refused.asked_bytes)}, and free were "
+            f"{format_bytes(refused.device_free_bytes)} on the GPU and {format_bytes(unused)} of the "
+            f"{format_bytes(refused.reserved_bytes)} that were reserved; {verdict[refused.reason]}"
+        )
+        yield (
+            f"with that request it needs {format_bytes(recorded.needed_bytes)}, and {expandable} with "
+            "expandable_segments:True, and more later"
+        )
+    caption = "memory at the peak" if refused is None else "memory when it ran out"
+    yield from ("", *_share_lines(caption, [*recorded.memory.items()]), "")
+    words = {(True, True): "yes", (False, True): "with expandable_segments:True", (False, False): "no"}
+    words[True, False] = "yes, without expandable_segments"
+    gpus = [[gpu, words[fits, recorded.fits_expandable[gpu]]] for gpu, fits in recorded.fits.items()]
+    yield from aligned([["GPU", "runs"], *gpus])

@@ -152,7 +152,7 @@ class Terminal(Progress):
         self._end()
         for text in estimates.notes:
             self.note(text)
-        for line in estimate_lines(estimates.estimates, estimates.over_ranks):
+        for line in estimate_lines(estimates.estimates, estimates.over_ranks, estimates.recorded):
             self._console.print(Text(printable(line)), soft_wrap=True)
 
     def _say(self, text: str, style: str = "") -> None:

@@ -72,14 +72,19 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks: children of one class in the model's lists and sequences.
+    """Return the repeated blocks: children of one class in the model's lists, sequences and dicts.
 
-    No block contains another. Of several classes, the one with the most parameters wins. Blocks of a single
+    No block contains another, and the towers of a dict that have blocks of their own are none. Of several classes, the one with the most parameters wins. Blocks of a single
     layer do not count, because recomputing them saves nothing.
     """
     groups: dict[object, dict[int, nn.Module]] = defaultdict(dict)
     for parent in model.modules():
-        for child in parent.children() if isinstance(parent, nn.ModuleList | nn.Sequential) else ():
+        is_dict = isinstance(parent, nn.ModuleDict)
+        for child in (
+            parent.children() if isinstance(parent, nn.ModuleList | nn.Sequential) or is_dict else ()
+        ):
+            if is_dict and find_blocks(child):
+                continue
             if any(True for _ in child.children()) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
                 # All sequences share one class, so only those of one list are the same block repeated.
                 kind = (type(child), id(parent) if type(child) is nn.Sequential else 0)

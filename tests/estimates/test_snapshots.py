@@ -81,6 +81,16 @@ def test_two_lengths_on_a_gpu_give_the_reserved_peak_of_the_third(run, name, len
     assert abs(found["peak_reserved_bytes"] - peaks[2]) < abs(line - peaks[2])
 
 
+@pytest.mark.parametrize("name", ["context-200-step", "expandable/decoder-128", "streams/ten"])
+def test_the_peak_of_one_recording_is_that_of_the_gpu(run, name):
+    found = run({"one": snapshot_of(name)})["recorded"]
+    assert found["peak_reserved_bytes"] == found["needed_bytes"] == reserved_peak(name)
+    assert 0 < found["peak_allocated_bytes"] <= found["peak_reserved_bytes"]
+    if "expandable" in name:
+        assert found["expandable_bytes"] == found["needed_bytes"]
+    assert sum(found["fits"].values()) > 10
+
+
 class Gpu:
     """An allocator that records what it does, as torch does."""
 
@@ -193,6 +203,26 @@ def test_a_batch_is_planned_in_equal_parts(run):
     assert "481" in run(snapshots, *words, "--target-batch", 481, "--ranks", 2, code=2)
 
 
+def test_what_lives_at_the_peak_is_listed_by_the_users_own_line(run):
+    gpu = Gpu()
+    library = "/usr/lib/python3.11/site-packages/torch/nn/linear.py:7"
+    gpu.take(30 * MiB, "/home/me/model.py:3")
+    for _ in range(2):
+        gone = gpu.take(64 * MiB, "/home/me/model.py:9")
+        gpu.drop(gone)
+    gpu.take(8 * MiB, library, "/home/me/train.py:12")
+    gpu.take(4 * MiB, library)
+    gpu.take(100 * MiB)
+    found = run({"one": gpu.snapshot()})["recorded"]
+    assert found["memory"] == {
+        "model.py:3 step": 30 * MiB,
+        "train.py:12 step": 8 * MiB,
+        "linear.py:7 step": 4 * MiB,
+        "without a line": 100 * MiB,
+    }
+    assert found["peak_allocated_bytes"] == 142 * MiB
+
+
 def test_a_recording_from_the_middle_has_what_is_older(tmp_path):
     """As if its ring had overflowed: the latest events only, and the segments at the end."""
     whole = ran(a_step(3), 30)
@@ -279,19 +309,40 @@ def test_recordings_that_part_too_far_give_no_answer(run):
     assert "part too far" in run({4: ran(step, 4).snapshot(), 12: big.snapshot()}, code=2)
 
 
-def out_of_memory() -> dict[str, Any]:
-    """Return a recording that ends out of memory."""
+def out_of_memory(free: int = 10, asked: int = 90, *, pieces: Sequence[int] = (30, 40)) -> dict[str, Any]:
+    """Return a recording that ends out of memory, with free pieces beside a block that is held."""
     gpu = Gpu()
-    gpu.take(100 * MiB)
-    gpu.events.append({"action": "oom", "device_free": 10 * MiB, "size": 90 * MiB, "stream": 0, "frames": []})
+    gpu.take(100 * MiB, "/home/me/train.py:5")
+    for piece in pieces:
+        gpu.drop(gpu.take(piece * MiB))
+    gpu.events.append(
+        {"action": "oom", "device_free": free * MiB, "size": asked * MiB, "stream": 0, "frames": []}
+    )
     return gpu.snapshot()
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "reason"), [(10, 75, "fragmented"), (10, 90, "full"), (200, 90, "limited")]
+)
+def test_an_error_out_of_memory_is_explained(run, free, asked, reason):
+    found = run({"one": out_of_memory(free, asked)})["recorded"]
+    assert found["refused"] == {
+        "asked_bytes": asked * MiB,
+        "device_free_bytes": free * MiB,
+        "allocated_bytes": 100 * MiB,
+        "reserved_bytes": 170 * MiB,
+        "reason": reason,
+    }
+    assert found["needed_bytes"] == found["peak_reserved_bytes"] + (asked + asked % 2) * MiB
+    assert found["expandable_bytes"] <= found["needed_bytes"]
+    assert found["memory"] == {"train.py:5 step": 100 * MiB}
 
 
 @pytest.mark.parametrize(
     ("snapshots", "words", "word"),
     [
         ({"a": {}, "b": {}}, (), "size"),
-        ({"a": {}}, (), "two"),
+        ({"missing": None}, (), "missing.pickle"),
         ({1: {}, 2: {}, 3: {}, 4: {}}, (), "three"),
         ({1: None, 2: {}}, (), "1.pickle"),
         ({4: out_of_memory(), 2: snapshot_of("context-100-forward")}, (), "memory"),

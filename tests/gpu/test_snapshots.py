@@ -96,3 +96,21 @@ def test_the_largest_size_of_two_snapshots_runs_and_one_more_does_not(program: P
     assert stats["reserved_bytes.all.peak"] == found["peak_reserved_bytes"]
     more = call(program.parent, program, size + 1, limit)
     assert more.returncode or json.loads(more.stdout)["num_alloc_retries"]
+
+
+def test_an_error_out_of_memory_is_recorded(program: Path) -> None:
+    out, printed = recorded(program, 512, limit=300)
+    assert printed == {}
+    refused = estimated(program.parent, "--snapshot", out)["recorded"]["refused"]
+    assert refused["reserved_bytes"] <= 300 << 20 < refused["reserved_bytes"] + refused["asked_bytes"]
+    assert refused["reason"] in ("limited", "fragmented")
+
+
+def test_one_snapshot_has_the_peaks_of_torch(program: Path) -> None:
+    out, stats = recorded(program, 24)
+    found = estimated(program.parent, "--snapshot", out)["recorded"]
+    assert found["peak_allocated_bytes"] == stats["allocated_bytes.all.peak"]
+    assert found["peak_reserved_bytes"] == stats["reserved_bytes.all.peak"]
+    assert any(line.startswith("train.py:") for line in found["memory"])
+    _, expandable = recorded(program, 24, PYTORCH_ALLOC_CONF="expandable_segments:True")
+    assert found["expandable_bytes"] == expandable["reserved_bytes.all.peak"]

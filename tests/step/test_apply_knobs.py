@@ -44,6 +44,10 @@ def test_blocks_are_repeated_children_of_a_list() -> None:
     assert len(find_blocks(stages)) == 3
     # Recomputing single layers saves nothing.
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+    of_a_dict = nn.ModuleDict({name: nn.Sequential(nn.Linear(2, 2)) for name in "abc"})
+    assert find_blocks(of_a_dict) == list(of_a_dict.values())
+    towers = nn.ModuleDict({name: nn.Sequential(*encoder.layers) for name in ("text", "image")})
+    assert find_blocks(towers) == list(encoder.layers)
 
 
 def test_recomputation_changes_neither_statistics_nor_dropout() -> None:
