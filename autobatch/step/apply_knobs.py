@@ -74,8 +74,9 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks: children of one class in the model's lists, sequences and dicts.
 
-    No block contains another, and the towers of a dict that have blocks of their own are none. Of several classes, the one with the most parameters wins. Blocks of a single
-    layer do not count, because recomputing them saves nothing.
+    No block contains another, and the towers of a dict that have blocks of their own are none. Of several
+    classes, the one with the most parameters wins. Blocks of a single layer do not count, because recomputing
+    them saves nothing.
     """
     groups: dict[object, dict[int, nn.Module]] = defaultdict(dict)
     for parent in model.modules():
