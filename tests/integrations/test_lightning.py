@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +14,16 @@ from torch.utils.data import DataLoader
 
 import autobatch
 from autobatch import InputError
-from tests.support.libraries import installed, lazily
+from tests.support.libraries import installed
 from tests.support.trainers import gradient_of, weights_of
 
-lit = lazily("tests.support.lightning_modules")
 pytestmark = pytest.mark.xdist_group("lightning")
 
 
-@pytest.fixture(autouse=True)
-def library() -> None:
+def lit() -> Any:
+    """Import the modules when a test runs: of two workers only one needs Lightning."""
     installed("lightning")
+    return import_module("tests.support.lightning_modules")
 
 
 def fitted(module: Any, data: Any = None, *, epochs: int = 1, trainer: Any = None, **options: Any) -> Any:
@@ -30,31 +31,31 @@ def fitted(module: Any, data: Any = None, *, epochs: int = 1, trainer: Any = Non
     finder = autobatch.integrations.lightning.AutobatchFinder(
         **{"target_batch": 20, "max_micro_batch": 10, **options}
     )
-    library = lit.Quiet(max_epochs=epochs, callbacks=[finder], **(trainer or {}))
+    library = lit().Quiet(max_epochs=epochs, callbacks=[finder], **(trainer or {}))
     library.fit(module, data)
     return finder.plan, library
 
 
 def classifier(**members: Any) -> Any:
     """Build the classifier with other methods."""
-    return type("Own", (lit.Classifier,), members)()
+    return type("Own", (lit().Classifier,), members)()
 
 
 def points() -> Any:
-    data = lit.Points()
+    data = lit().Points()
     data.setup("fit")
     return data.data
 
 
 def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
     """Two steps of the library itself, of 20 samples each, against one backward pass per batch."""
-    module, data = lit.Classifier(), lit.Points()
+    module, data = lit().Classifier(), lit().Points()
     plan, trainer = fitted(module, data, memory_budget="14KiB", max_micro_batch=None)
     assert plan.probe.limited_by == "memory"
     assert plan.accumulation_steps > 1
     assert (trainer.accumulate_grad_batches, data.batch_size) == (plan.accumulation_steps, plan.micro_batch)
     assert "Lightning: each micro-batch has the same weight" in plan.notes[0]
-    expected = lit.Classifier()
+    expected = lit().Classifier()
     for first in (0, 20):
         inputs, labels = data.data[first : first + 20]
         gradient = gradient_of(expected, cross_entropy(expected.network(inputs), labels))
@@ -66,13 +67,13 @@ def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
 
 
 def without_batch_size() -> Any:
-    data = lit.Points()
+    data = lit().Points()
     del data.batch_size
     return data
 
 
 def of_fixed_size() -> Any:
-    data = lit.Points()
+    data = lit().Points()
     data.train_dataloader = lambda: DataLoader(data.data, batch_size=3)  # type: ignore[method-assign]
     return data
 
@@ -94,7 +95,7 @@ def two_optimizers(module: Any) -> Any:
 )
 def test_what_a_plan_cannot_describe_is_refused(module: dict[str, Any], data: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        fitted(classifier(**module), (data or lit.Points)(), epochs=0)
+        fitted(classifier(**module), (data or lit().Points)(), epochs=0)
 
 
 def test_data_and_layers_that_hooks_make_are_planned_for_and_fitted() -> None:
@@ -165,7 +166,7 @@ def test_the_hooks_around_the_transfer_run_as_in_fit() -> None:
         seen.add(float(batch[0][0, 0]))
         return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
 
-    class Constant(lit.Points):  # type: ignore[misc]
+    class Constant(lit().Points):  # type: ignore[misc]
         def setup(self, stage: str) -> None:
             self.data = torch.utils.data.TensorDataset(torch.ones(40, 4).double(), torch.zeros(40).long())
 
