@@ -158,7 +158,7 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
         if not totals.sizes:
             low = term.dtype in LOW_PRECISION
             totals.divisor = divisor_of(None, totals.samples) if low else float(totals.samples)
-        return at_least_32_bits(term), size / totals.divisor
+        return _kept(term), size / totals.divisor
     count = _summable(term.count)
     if train_state.items_per_sample is None:
         # The only wait for the device during accumulation, once per run.
@@ -167,7 +167,7 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
     if totals.count is None:
         totals.count, totals.divisor = 0.0, divisor_of(train_state.items_per_sample, totals.samples)
     totals.count = totals.count + count
-    return at_least_32_bits(term.total), 1 / totals.divisor
+    return _kept(term.total), 1 / totals.divisor
 
 
 def _weigh_terms(totals: StepTotals, terms: Mapping[str, Tensor | Loss], size: int) -> Tensor:
@@ -204,6 +204,16 @@ def divisor_of(items_per_sample: float | None, samples: int) -> float:
 def at_least_32_bits(value: Tensor) -> Tensor:
     """Return a value in float32 if it has 16 bits, else itself."""
     return value.float() if value.dtype in LOW_PRECISION else value
+
+
+def _kept(value: Tensor) -> Tensor:
+    """Return a loss that may live until its backward pass ends: in at least 32 bits, alone in its memory.
+
+    Some means are the first element of the memory of what they average (`mse_loss`, `smooth_l1_loss` and
+    `binary_cross_entropy`, whose sizes ATen/native/Loss.cpp sets before it reduces them).
+    """
+    value = at_least_32_bits(value)
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def _summable(count: Number) -> Number:

@@ -12,10 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import InputError, Loss
+from autobatch.rehearsal.attempt import attempt
 from autobatch.step.train_step import train_step
 from tests.support.detection import detection
 from tests.support.detection import whole as whole_detection
 from tests.support.overflow import Overflow
+from tests.support.step_workloads import setup
 from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, step_of, train_state_of
 from tests.support.training import (
     IGNORED,
@@ -153,3 +155,17 @@ def test_a_step_has_one_result_on_both_ways() -> None:
     (*read, own), (*computed, other) = results
     assert read == pytest.approx(computed, rel=1e-6)
     assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("function", [nn.functional.mse_loss, nn.functional.smooth_l1_loss])
+def test_a_mean_that_owns_a_large_buffer_does_not_hold_it(function: Any) -> None:
+    """Torch returns some means as the first element of all that they average."""
+
+    def peak(is_alone: bool) -> int | None:
+        def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            mean = function(model(batch[0]), torch.zeros(()).expand(len(batch[0]), 3))
+            return mean.clone() if is_alone else mean
+
+        return attempt(setup(make_workload(loss=loss)), 20).attempt.peak_allocated_bytes
+
+    assert peak(is_alone=False) == peak(is_alone=True)
