@@ -140,7 +140,22 @@ def _run_pass(train_state: TrainState, micro_batches: MicroBatches, totals: Step
 
 
 def run_backward(train_state: TrainState, totals: StepTotals, loss: Tensor, weight: float, size: int) -> None:
-    """Run the backward pass of a weighted loss, within `Gradients.summed_apart`.
+    """Run the backward pass of a weighted loss, within `Gradients.summed_apart`, and add it to the totals."""
+    # A loss may return a constant if its micro-batch counts nothing.
+    if loss.requires_grad:
+        _differentiate(loss if train_state.scaler is None else train_state.scaler.scale(loss), weight)
+    # On the host if it may be read there at once.
+    if is_readable(loss):
+        totals.loss = totals.loss + loss.item() * weight
+    elif isinstance(totals.loss, Tensor):
+        totals.loss = totals.loss.add(loss.detach(), alpha=weight)
+    else:  # the first; each tensor more would take a block that stays until the step
+        totals.loss = loss.detach() * weight + totals.loss if totals.loss else loss.detach() * weight
+    totals.sizes.append(size)
+
+
+def _differentiate(loss: Tensor, weight: float) -> None:
+    """Run the backward pass of a loss, and free all that it took.
 
     It begins with the weight, where torch would begin with 1: the same gradient as that of the product,
     without the product and its own backward pass.
@@ -149,22 +164,13 @@ def run_backward(train_state: TrainState, totals: StepTotals, loss: Tensor, weig
     caller to the threads of other devices. On the CPU a step of a small model takes a tenth longer with it,
     and the engine runs in the thread of the caller.
     """
-    # A loss may return a constant if its micro-batch counts nothing.
-    if loss.requires_grad:
-        scaled = loss if train_state.scaler is None else train_state.scaler.scale(loss)
-        # A new one each time, because a gradient may keep its memory.
-        begin = torch.full_like(scaled, weight)
-        engine = getattr(Variable, "_execution_engine", None)
-        if engine is not None and type(scaled) is Tensor and scaled.is_cpu:
-            engine.run_backward(
-                (scaled,), (begin,), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-        else:
-            torch.autograd.backward(scaled, begin)
-    # On the host if it may be read there at once.
-    own = loss.item() * weight if is_readable(loss) else loss.detach() * weight
-    totals.loss = totals.loss + own
-    totals.sizes.append(size)
+    # A new one each time, because a gradient may keep its memory.
+    begin = torch.full_like(loss, weight)
+    engine = getattr(Variable, "_execution_engine", None)
+    if engine is not None and type(loss) is Tensor and loss.is_cpu:
+        engine.run_backward((loss,), (begin,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        torch.autograd.backward(loss, begin)
 
 
 def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:
