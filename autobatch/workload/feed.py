@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import io
 import multiprocessing.util
+import os
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -47,6 +49,8 @@ from autobatch.workload.user_code import to_picklable, user_code
 
 AHEAD = 2
 """Micro-batches that a worker fetches ahead, as in torch's own loader."""
+LONGEST_SOCKET = 107 if sys.platform == "linux" else 103
+"""Bytes in the path of a socket (``sun_path`` in unix(7), without its final zero)."""
 START_METHOD = "fork" if sys.platform == "linux" else None
 """Start method of workers; None for Python's default. Fork is safe on Linux: the workload need not be
 importable, and its data is not copied."""
@@ -181,8 +185,7 @@ def open_feed(
     """
     split, loading = split or Split(), workload.loading
     if workers:
-        # The folder of the sockets that send tensors. Each worker would make its own, and leave it if killed.
-        multiprocessing.util.get_temp_dir()
+        open_socket_folder()
     if isinstance(sampler, StreamSampler):
         # The stream has its own workers, and no seeds.
         if workers:
@@ -211,6 +214,22 @@ def open_feed(
         raise crash from error
     finally:
         feed.close()
+
+
+def open_socket_folder() -> None:
+    """Make this process's folder for the sockets through which its workers send tensors.
+
+    Without it, each worker makes one of its own, and leaves it behind if it is killed. If the folder for
+    temporary files has a long path, it is made in ``/tmp``, as by Python 3.14: a worker that cannot open its
+    socket sends nothing, and the loop would wait for it in vain.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(f"{usual}/pymp-12345678/listener-12345678")) > LONGEST_SOCKET and os.name == "posix":
+        tempfile.tempdir = "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 class WorkerFeed(Feed):

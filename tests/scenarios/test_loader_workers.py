@@ -17,7 +17,7 @@ from autobatch import fit
 from autobatch.core.signals import stop_on_signals
 from autobatch.workload.feed import open_feed
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.commandline import SMALL, command, environment
+from tests.support.commandline import SMALL, autobatch, command, environment
 from tests.support.feeds import loader_workers
 from tests.support.training import Rows, make_workload, points
 
@@ -93,6 +93,19 @@ def test_a_signal_to_the_whole_group_stops_the_run_with_one_checkpoint(tmp_path:
     fit(f"{tmp_path / 'train.py'}:workload", out=tmp_path / "straight", workers=1, **options)
     weights = [tmp_path / folder / "model.safetensors" for folder in ("run", "straight")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@LINUX
+@pytest.mark.program
+def test_workers_send_although_the_folder_for_temporary_files_has_a_long_path(tmp_path: Path) -> None:
+    """A socket below it would have a name that no system takes, and a worker without one sends nothing."""
+    (tmp_path / "train.py").write_text(SMALL)
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    asked = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", value)]
+    more = ("--steps", 2, "--workers", 1)
+    done = autobatch(tmp_path, "fit", "train.py:workload", *asked, *more, TMPDIR=str(folder))
+    assert done.code == 0, done.err
 
 
 class Slow(Rows):
