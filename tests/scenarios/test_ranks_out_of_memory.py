@@ -160,12 +160,8 @@ def train_smaller(kind: str, out: str | None, limit: int) -> tuple[Tensor, int]:
     ("kind", "strides"),
     [
         ("mean", {"exchange": 10**6, "optimizer": 10**6, "step": 10**6}),
-        pytest.param(
-            "sharded", {"forward": 120, "backward": 36, "optimizer": 10**6}, marks=pytest.mark.program
-        ),
-        pytest.param(
-            "sharded", dict.fromkeys(("forward", "backward", "optimizer"), 1), marks=pytest.mark.slow
-        ),
+        pytest.param("sharded", {"forward": 120, "backward": 36, "step": 10**6}, marks=pytest.mark.program),
+        pytest.param("sharded", dict.fromkeys(("forward", "backward", "step"), 1), marks=pytest.mark.slow),
     ],
     ids=["whole models", "a shared model", "a shared model, at every operator"],
 )
