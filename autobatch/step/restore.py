@@ -147,7 +147,8 @@ class BufferSnapshot:
             # A write to its data leaves the version as it is: another snapshot may watch that.
             tensor.data.copy_(copied)
         is_complete = all(
-            tensor._version == version and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+            # Not by the pointer to its data, which the shards of ranks do not tell.
+            tensor._version == version and tensor.untyped_storage()._cdata == storage._cdata
             for tensor, version, storage in self._watched
         )
         if not keep:

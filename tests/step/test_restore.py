@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from autobatch.step.restore import SMALL_BUFFER, BufferSnapshot
 
@@ -59,3 +60,15 @@ def test_what_a_batch_writes_is_restored_or_told(write: Callable[[Buffers], None
     write(model)
     snapshot.commit()
     assert snapshot.restore(), "nothing is left to restore"
+
+
+def test_a_frozen_parameter_without_memory_of_its_own_is_watched_too() -> None:
+    # As the shard of a rank, it wraps tensors, and has no pointer to data.
+    model = nn.Module()
+    model.teacher = nn.Parameter(TwoTensor(torch.zeros(3), torch.zeros(3)), requires_grad=False)
+    snapshot = BufferSnapshot(model)
+    snapshot.take()
+    assert snapshot.restore()
+    snapshot.take()
+    model.teacher.add_(1)
+    assert not snapshot.restore()
