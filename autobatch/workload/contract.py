@@ -98,6 +98,8 @@ NEEDED = {
     "optimizer": "write optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)",
 }
 """Fields that are functions and have no default, each with what to write."""
+LOSSES_OF_TORCH = ("torch.nn.functional", "torch.nn.modules.loss", "torch", "torch._C._nn")
+"""Modules of functions and classes that know no model."""
 OPTIONAL = ("collate", "schedule", "after_step", "metrics", "counts", "size_of")
 """Fields that are functions or None."""
 
@@ -201,6 +203,12 @@ class Workload:
             if not callable(value) and (name in NEEDED or value is not None):
                 advice = NEEDED.get(name, "leave it out")
                 raise InputError(f"Workload({name}=…) must be a function, found {kind_of(value)}: {advice}")
+        made_by = self.loss if hasattr(self.loss, "__name__") else type(self.loss)
+        if made_by.__module__ in LOSSES_OF_TORCH:
+            raise InputError(
+                f"Workload(loss=…) is called as loss(model, batch), but {made_by.__name__} takes outputs and "
+                f"targets: {NEEDED['loss']}"
+            )
         self._check_data("train_data", self.train_data)
         if self.validation_data is not None:
             self._check_data("validation_data", self.validation_data)

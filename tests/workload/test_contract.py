@@ -47,6 +47,8 @@ class Repeated(list[int]):
     [
         ("model", nn.Linear(1, 1), "found a Linear that is already built"),
         ("loss", None, "a function, found nothing"),
+        ("loss", nn.functional.cross_entropy, "cross_entropy takes outputs and targets: write loss=lambda"),
+        ("loss", nn.MSELoss(), "MSELoss takes outputs and targets"),
         ("optimizer", torch.optim.SGD(nn.Linear(1, 1).parameters()), "found a SGD: write optimizer="),
         ("collate", 3, "found an int: leave it out"),
         ("sampler", 3, "found an int"),
