@@ -39,7 +39,7 @@ from autobatch.integrations.library_plan import (
     rebuilt,
     resize,
 )
-from autobatch.workload.contract import Collated, Loss, Workload
+from autobatch.workload.contract import Collated, Loss, Workload, refuse_loss_of_torch
 
 __all__ = ["plan"]
 
@@ -69,6 +69,7 @@ def plan(
         InputError: an option is invalid, or the loader was prepared before or has a batch sampler of its own.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
+    refuse_loss_of_torch(loss, "accelerate.plan(loss=…)")
     check_resizable(loader)
     precisions = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
     options.setdefault("precision", precision_of(accelerator.mixed_precision, precisions, "accelerate"))

@@ -203,12 +203,7 @@ class Workload:
             if not callable(value) and (name in NEEDED or value is not None):
                 advice = NEEDED.get(name, "leave it out")
                 raise InputError(f"Workload({name}=…) must be a function, found {kind_of(value)}: {advice}")
-        made_by = self.loss if hasattr(self.loss, "__name__") else type(self.loss)
-        if made_by.__module__ in LOSSES_OF_TORCH:
-            raise InputError(
-                f"Workload(loss=…) is called as loss(model, batch), but {made_by.__name__} takes outputs and "
-                f"targets: {NEEDED['loss']}"
-            )
+        refuse_loss_of_torch(self.loss, "Workload(loss=…)")
         self._check_data("train_data", self.train_data)
         if self.validation_data is not None:
             self._check_data("validation_data", self.validation_data)
@@ -244,6 +239,20 @@ class Workload:
             raise InputError(f"{found}, without __getitem__ and __len__ (map-style)")
         elif not len(data):
             raise InputError(f"Workload({name}=…) has 0 samples: at least 1 is needed")
+
+
+def refuse_loss_of_torch(loss: object, whose: str) -> None:
+    """Refuse a loss that knows no model: ``cross_entropy``, ``CrossEntropyLoss()``.
+
+    Raises:
+        InputError: it is one; the message says what to write.
+    """
+    made_by: Any = loss if hasattr(loss, "__name__") else type(loss)
+    if made_by.__module__ in LOSSES_OF_TORCH:
+        raise InputError(
+            f"{whose} is called as loss(model, batch), but {made_by.__name__} takes outputs and targets: "
+            f"{NEEDED['loss']}"
+        )
 
 
 def is_stream(data: object) -> bool:

@@ -63,6 +63,7 @@ def test_the_plan_is_what_the_library_runs() -> None:
     ("options", "said"),
     [
         ({"where": "mps"}, "trains on mps"),
+        ({"loss": nn.CrossEntropyLoss()}, "CrossEntropyLoss takes outputs and targets"),
         ({"mixed_precision": "fp8"}, "no, bf16, fp16 of accelerate, found fp8"),
         ({"loader": ROWS}, "batch size of a list cannot be changed"),
         ({"loader": DataLoader(ROWS, batch_sampler=OwnBatches(range(10), 2, False))}, "an OwnBatches makes"),
