@@ -44,8 +44,12 @@ Opened: TypeAlias = tuple[str, Callable[[dict[str, float], int], object], Callab
 the figures of a step by the names of their curves, and what ends it, told whether it reached its end."""
 
 
-def _tensorboard(folder: Path, project: str, settings: dict[str, Any], known: str | None) -> Opened:
-    writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder / TENSORBOARD))
+def _tensorboard(
+    folder: Path, project: str, settings: dict[str, Any], known: str | None, begun_at: int
+) -> Opened:
+    # The events of steps that run again are hidden: a run that was killed has not written all of them.
+    make = import_module("torch.utils.tensorboard").SummaryWriter
+    writer = make(str(folder / TENSORBOARD), purge_step=begun_at + 1)
 
     def log(values: dict[str, float], step: int) -> None:
         for tag, value in values.items():
@@ -54,7 +58,7 @@ def _tensorboard(folder: Path, project: str, settings: dict[str, Any], known: st
     return TENSORBOARD, log, lambda _: writer.close()
 
 
-def _wandb(folder: Path, project: str, settings: dict[str, Any], known: str | None) -> Opened:
+def _wandb(folder: Path, project: str, settings: dict[str, Any], known: str | None, begun_at: int) -> Opened:
     identifier = known or secrets.token_hex(4)
     run = import_module("wandb").init(
         project=os.environ.get("WANDB_PROJECT", project),
@@ -71,7 +75,7 @@ def _wandb(folder: Path, project: str, settings: dict[str, Any], known: str | No
     )
 
 
-def _mlflow(folder: Path, project: str, settings: dict[str, Any], known: str | None) -> Opened:
+def _mlflow(folder: Path, project: str, settings: dict[str, Any], known: str | None, begun_at: int) -> Opened:
     mlflow = import_module("mlflow")
     mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", project))
     run = mlflow.start_run(run_id=known, run_name=folder.name)
@@ -159,7 +163,7 @@ def open_trackers(
     sinks: list[Sink] = []
     for name in dict.fromkeys(names):
         try:
-            opened = _OPEN[name](folder, project, settings, known.get(name))
+            opened = _OPEN[name](folder, project, settings, known.get(name), begun_at)
         except Exception as error:
             for sink in sinks:
                 sink.close()
@@ -167,7 +171,8 @@ def open_trackers(
             raise InputError(
                 f"--log {name} cannot open the run ({reason}): mend it, or leave it out"
             ) from error
-        sinks.append(Tracker(name, opened, logged if name in known else begun_at))
+        has_steps = name in known and name != TENSORBOARD
+        sinks.append(Tracker(name, opened, logged if has_steps else begun_at))
         known[name] = opened[0]
     if names:
         write_atomic(path, msgspec.json.encode(known))

@@ -46,8 +46,10 @@ class Libraries:
         def log_metrics(metrics: Any, step: int, synchronous: bool) -> None:
             self.log(current[0], metrics, step)
 
-        def summary_writer(folder: str) -> Any:
+        def summary_writer(folder: str, purge_step: int) -> Any:
             assert Path(folder).name == "tensorboard"
+            kept = [row for row in self.rows.get("tensorboard", []) if row[0] < purge_step]
+            self.rows |= {"tensorboard": kept} if kept else {}
             return SimpleNamespace(
                 add_scalar=lambda tag, value, step: self.log("tensorboard", {tag: value}, step),
                 close=lambda: self.ends.append("closed"),
@@ -101,6 +103,7 @@ def test_a_resumed_run_continues_its_logs_without_doubled_steps(
         fit(workload, **options | {"progress": Failing()})
     assert libraries.steps() == [[1, 2, 3]] * 3
     assert {*libraries.ends} == {"closed", 1, "FAILED"}
+    libraries.rows["tensorboard"].pop()  # a run that is killed has not written its newest events
     result = fit(workload, **options, resume=True)
     assert libraries.steps() == [[1, 2, 3, 4, 5, 6]] * 3
     assert {*libraries.ends} == {"closed", 1, "FAILED", 0, "FINISHED"}
