@@ -68,7 +68,11 @@ def init(words: list[str]) -> Answer:
         raise InputError(f"{there} exists, and init overwrites nothing: name another folder, or move it away")
     for path in paths:
         template = files("autobatch.cli") / "templates" / STARTED[path.name]
-        write_atomic(path, template.read_bytes())
+        try:
+            write_atomic(path, template.read_bytes())
+        except OSError as error:
+            reason = error.strerror or error
+            raise InputError(f"{path} cannot be written ({reason}): name another folder") from None
     enter = f"cd {shlex.quote(str(folder))} && " if words else ""
     text = f"wrote {' and '.join(map(str, paths))}. Try: {enter}autobatch fit"
     return {"files": [str(path) for path in paths]}, text

@@ -118,6 +118,8 @@ def read_words(
         while left and not has_value and (takes_all or not found) and _is_value(left[0]):
             found.append(left.pop(0))
         if not found:
+            if left and left[0][1:].isdigit():
+                raise InputError(f"{option} must be {field.expected}, found {quoted(left[0])}")
             raise InputError(f"{option} has no value: give {field.expected}")
         values[option] = [*values.get(option, []), *found] if field.is_list else found[0]
     return values, others
@@ -153,7 +155,8 @@ def help_of(command: str, summary: str, *, shows_all: bool) -> str:
     """Return the help of a command that opens a workload, with the common options, or all of them."""
     needs = " --target-batch N" if command in PLANS else ""
     named = ", or hf:NAME_OR_FOLDER" if command == "estimate" else ""
-    lines = [f"usage: autobatch {command} [WORKLOAD]{needs} [options]", "", f"{summary.capitalize()}.", ""]
+    lines = [f"usage: autobatch {command} [WORKLOAD]{needs} [options]", ""]
+    lines += [f"{summary[0].upper()}{summary[1:]}.", ""]
     lines.append(f"  WORKLOAD  file.py or module:function{named} (default: the demo)")
     fields = [field for field in fields_of(command).values() if shows_all or not field.rare]
     for group in TAKEN_BY:

@@ -20,6 +20,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("fit",), "--target-batch is missing: give a whole number of 1 or more"),
     (("fit", "--target-batch", "--steps", "3"), "--target-batch has no value"),
     (("fit", "--target-batch="), "found ''"),
+    (("fit", "--target-batch", "-8"), "--target-batch must be a whole number of 1 or more, found '-8'"),
+    (("init", __file__), "cannot be written (File exists): name another folder"),
     (("fit", "--target-batch", "0"), "must be a whole number of 1 or more, found '0'"),
     (("fit", "--target-bacth", "8"), "did you mean --target-batch?"),
     ((*FIT, "--frobnicate"), "there is no option --frobnicate; see autobatch fit --help-all"),

@@ -98,7 +98,8 @@ def test_words_may_stand_anywhere(command: str, words: list[str], option: str, v
 def test_help_is_one_screen_and_help_all_has_every_option(name: str) -> None:
     assert len(help_of(name, "run", shows_all=False).splitlines()) <= 45
     for shows_all in (False, True):
-        text = help_of(name, "run", shows_all=shows_all)
+        text = help_of(name, "run it on GPUs", shows_all=shows_all)
+        assert text.splitlines()[2] == "Run it on GPUs."
         wanted = [field for field in fields_of(name).values() if shows_all or not field.rare]
         assert "None" not in text
         assert max(map(len, text.splitlines())) <= 80
