@@ -93,7 +93,8 @@ class Explanation(NamedTuple):
             if size
         ]
         modules = f" (most activations in {', '.join(top)})" if len(self.by_module) > 1 else ""
-        return f"{format_bytes(self.peak_bytes)} at the peak in the {self.phase}: {parts}{modules}"
+        held = f": {parts}{modules}" if parts else ""
+        return f"{format_bytes(self.peak_bytes)} at the peak in the {self.phase}{held}"
 
 
 def explain(trace: Trace) -> Explanation:

@@ -10,7 +10,7 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.footprint import explain as explaining
-from autobatch.footprint.explain import explain, memory_curve
+from autobatch.footprint.explain import Explanation, explain, memory_curve
 from autobatch.rehearsal.attempt import attempt
 from tests.support.step_workloads import WORKLOADS, setup
 
@@ -68,7 +68,8 @@ def test_an_explanation_adds_up() -> None:
         assert sum(found.by_kind.values()) == found.peak_bytes
         assert list(found.by_kind.values()) == sorted(found.by_kind.values(), reverse=True)
         assert sum(found.by_module.values()) == found.by_kind.get("activations", 0)
-        assert found.phase in found.text()
+        assert f"{found.phase}: " in found.text()
+    assert Explanation(0, "setup", {}, {}).text() == "0 B at the peak in the setup"
     # An image of 432 numbers: per sample, in bytes.
     assert large.peak_bytes >= small.peak_bytes + 400 * 4 * 432
 
