@@ -23,9 +23,12 @@ from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
 from autobatch.estimates.footprints import Footprint
 from autobatch.footprint.fitting import Fitting
+from autobatch.report.words import plural
 
 LARGEST = 2**31 - 1
 """The largest micro-batch of any search, for a step whose memory does not grow."""
+MOST_NAMED = 3
+"""GPUs that a note names; more are counted."""
 NCCL_BYTES = 1 * GiB
 """Memory of NCCL on a GPU, outside of the allocator. Users measure from a few hundred MiB to 1.6 GB, by
 channels, links and GPU (github.com/NVIDIA/nccl/issues/864 and 1685)."""
@@ -144,9 +147,8 @@ class Gpus:
         names = [estimate.profile for estimate in estimates if estimate.fits and estimate.micro_batch == cap]
         if options.micro_batch is None and names:
             option = "--max-micro-batch" if cap == options.max_micro_batch else "--target-batch"
-            notes.append(
-                f"{option} {cap:,} bounds the micro-batch on {', '.join(names)}: more may fit without it"
-            )
+            where = ", ".join(names) if len(names) <= MOST_NAMED else plural(len(names), "GPU")
+            notes.append(f"{option} {cap:,} bounds the micro-batch on {where}: more may fit without it")
         if self.world > 1 and options.memory_budget is None:
             notes.append(
                 f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"

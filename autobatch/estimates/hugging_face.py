@@ -142,6 +142,8 @@ def load_config(name: str) -> Any:
     is_folder = Path(name).is_dir()
     if is_folder and not (Path(name) / "config.json").is_file():
         raise InputError(f"the folder {shown} has no config.json: give one that has, or a name on the hub")
+    if not is_folder and name.startswith((".", "/", "~")):
+        raise InputError(f"there is no folder {shown}: give one with a config.json, or a name on the hub")
     verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)  # without a network it tells of every attempt
     try:

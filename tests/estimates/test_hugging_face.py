@@ -96,6 +96,8 @@ def test_what_cannot_be_trained_by_its_config_is_one_line(
 def test_missing_configs_and_names_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"the folder .* has no config\.json"):
         estimate(tmp_path)
+    with pytest.raises(InputError, match=r"there is no folder \./nowhere"):
+        autobatch.estimate("hf:./nowhere", profile=GPUS)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("nobody/nothing", "a/b/c"):
         with pytest.raises(InputError, match="check the name, the network and hf auth login") as raised:
