@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
@@ -181,9 +183,16 @@ def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
     Raises:
         InputError: there is no GPU, or the budget exceeds its memory.
     """
-    return run_in_copies(
-        [lambda: open_device("cuda", memory_budget=memory_budget, environ=os.environ).describe()]
-    )[0]
+
+    def describe() -> DeviceRecord:
+        if not torch.cuda.is_available():
+            raise InputError(
+                f"a command as it is runs on a GPU, and torch {torch.__version__} finds none: run `autobatch "
+                "doctor` to see why, or write a Workload, which also runs on the CPU"
+            )
+        return open_device("cuda", memory_budget=memory_budget, environ=os.environ).describe()
+
+    return run_in_copies([describe])[0]
 
 
 def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:

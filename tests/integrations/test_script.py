@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from autobatch.cli import main as cli
 from autobatch.core.records import DeviceRecord
@@ -71,6 +72,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 def largest(budget: int) -> int:
     """The sizes that fit, counted."""
     return max(size for size in range(1000) if WEIGHTS + STATE + SAMPLE * size <= budget)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_command_is_refused_by_its_need(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    assert cli.run(["probe", "--", sys.executable, "{}"]) == 2
+    assert "a command as it is runs on a GPU, and torch" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("budget", [400, 3001])
