@@ -1,7 +1,7 @@
 """Every option, declared once: its type, its default, its help, and the commands that take it.
 
-Words of the command line, config files, environment variables and keywords of library calls all go through
-`options_from`. Nothing here imports torch.
+Words of the command line, the config file and keywords of library calls all go through `options_from`.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ DeviceName = Annotated[str, Meta(pattern=_DEVICE, description="auto, cuda, cuda:
 _TIME = r"^[0-9]{1,9}(\.[0-9]{1,9})?(min|h)\Z"
 Duration = Annotated[str, Meta(pattern=_TIME, description="a time like 15min or 2h")]
 _COUNTS = f"^{COUNT}(,{COUNT})*\\Z"
-RankCounts = Annotated[str, Meta(pattern=_COUNTS, description="in estimate several like 1,2,4")]
+RankCounts = Annotated[str, Meta(pattern=_COUNTS, description="several in estimate, like 1,2,4")]
 SplitCheck = Literal["error", "note", "off"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 OTHER_NAMES = {
