@@ -72,6 +72,30 @@ OTHER_NAMES = {
     "output_dir": "out",
 }
 """Names of options in other tools, and the options here; the first that a command takes is named."""
+REMOVED = {
+    "all": "estimate without --profile names all known GPUs",
+    "bn_momentum": "BatchNorm keeps its momentum; set it in the model, as the note of a run says",
+    "checkpoint_minutes": "--checkpoint-every takes a time too, for example 15min",
+    "last_batch": "batches carry over the end of an epoch, and the rest of the data is the run's last batch",
+    "lr_steps": "--tune-lr runs 40 optimizer steps for each learning rate",
+    "lr_trials": "--tune-lr tries 10 learning rates; --timeout limits its time",
+    "memory_viz": "autobatch record --out FILE -- COMMAND writes a snapshot for pytorch.org/memory_viz",
+    "on_failed_save": "a checkpoint that cannot be written ends the run, and the earlier ones are intact",
+    "optimizer": "the optimizer is that of Workload(optimizer=…)",
+    "own_loop": "plan is for a loop of your own, and fit plans for its own loop",
+    "prefetch": "each loader process reads 2 micro-batches ahead",
+    "sample_seeds": "samples are seeded one by one with --workers N",
+    "scan": "a stream is planned from its first 1,000 samples",
+    "shard_modules": "the repeated blocks of a shared model are gathered one at a time",
+    "shard_sync": "gradients of a shared model are reduced after each micro-batch",
+    "storage": "studies are kept in the data folder",
+    "study": "a study is named after what it tunes, so the same command goes on with it",
+    "time_limit": "a search takes few runs",
+    "validation_micro_batch": "validation takes the micro-batch of the training, or a smaller one that fits",
+    "warmup_samples": "a schedule warms up: Workload(schedule=…)",
+    "world_size": "a command plans for --ranks N, and autobatch.plan(…, world_size=N) for another launcher",
+}
+"""Options of earlier versions, and what is in their place."""
 
 
 class Option(NamedTuple):
@@ -379,7 +403,7 @@ def options_from(
 
 
 def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> str:
-    """Return the message about an option that does not exist, with what was probably meant.
+    """Return the message about an option that does not exist, with what replaced it or was probably meant.
 
     Args:
         asked: as the user wrote it, for example ``--batch-size``.
@@ -390,6 +414,8 @@ def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> st
     def plain(name: str) -> str:
         return name.lstrip("-").replace("-", "_").lower()
 
+    if (instead := REMOVED.get(plain(asked).removeprefix("autobatch_"))) is not None:
+        return f"the option {asked} is gone: {instead}"
     known = {plain(name): name for name in names}
     if command and plain(asked) in all_fields() and plain(asked) not in known:
         others = " and ".join(all_fields()[plain(asked)].commands)

@@ -56,6 +56,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"target_bach": 8}, "there is no option target_bach; did you mean target_batch?"),
     ("plan", {"--batch-size": 8}, "there is no option --batch-size; did you mean target_batch?"),
     ("probe", {"batch_size": 8}, "there is no option batch_size; did you mean micro_batch?"),
+    ("tune", {"--lr-steps": 4}, "the option --lr-steps is gone: --tune-lr runs 40"),
     ("probe", {"zzz": 3}, "there is no option zzz; see autobatch probe --help-all"),
     ("probe", {"steps": 3}, "probe does not take steps, which is an option of fit; see autobatch probe"),
     ("plan", {"target_batch": "8.5"}, "target_batch must be a whole number of 1 or more, found '8.5'"),
