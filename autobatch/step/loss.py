@@ -85,10 +85,10 @@ def terms_of(loss: object) -> dict[str, Tensor | Loss]:
         whose = f"the term {name!r} of the workload's loss" if name else "the workload's loss"
         total = term.total if isinstance(term, Loss) else term
         if not isinstance(total, Tensor) or total.dim() != 0:
-            what = "the total of its Loss" if isinstance(term, Loss) else "it"
+            where = " as the total of its Loss" if isinstance(term, Loss) else ""
             raise InputError(
-                f"{whose} must return a 0-d tensor or a Loss, found {form_of(total)} as {what}: return "
-                "several terms as a mapping of names to them"
+                f"{whose} must return a 0-d tensor or a Loss, found {form_of(total)}{where}: return a mean "
+                "over the samples, or several terms as a mapping of names to them"
             )
         if isinstance(term, Loss):
             check_count(term.count, whose)

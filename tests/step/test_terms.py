@@ -84,7 +84,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "must return a mapping of": {"counts": lambda _: 3},
     "found none": {"loss": always(), "counts": None},
     "other than 'loss'": {"loss": always(loss=1.0), "counts": None},
-    "the term 'a' of the workload's loss must return a 0-d": {"loss": always(a=None), "counts": None},
+    "the term 'a' of the workload's loss must return a 0-d tensor or a Loss, found nothing (None): return": {
+        "loss": always(a=None),
+        "counts": None,
+    },
     "at least 0, found -1": {"loss": always(a=-1.0), "counts": counted(a=1)},
     "counts nan items of a batch": {
         "loss": always(a=lambda zero: Loss(zero, torch.tensor(math.nan))),
