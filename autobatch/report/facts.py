@@ -22,7 +22,15 @@ from autobatch.core.records import (
     Tuning,
 )
 from autobatch.core.units import format_bytes
-from autobatch.report.words import count, decimal, knobs_in_words, metrics_in_words, plural, terms_in_words
+from autobatch.report.words import (
+    count,
+    decimal,
+    knobs_in_words,
+    loss_in_words,
+    metrics_in_words,
+    plural,
+    terms_in_words,
+)
 
 
 class Fact(NamedTuple):
@@ -204,8 +212,8 @@ def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:
 def _training_facts(training: Training) -> Iterator[Fact]:
     loss = "loss unknown"
     if training.first_loss is not None and training.final_loss is not None:
-        terms = terms_in_words(training.final_terms)
-        loss = f"loss {training.first_loss:.4f} → {training.final_loss:.4f}{terms}"
+        first, final = map(loss_in_words, (training.first_loss, training.final_loss))
+        loss = f"loss {first} → {final}{terms_in_words(training.final_terms)}"
     whose = " of the averaged weights" if training.ema is not None else ""
     held_out = f"held-out {', '.join(metrics_in_words(training.validation))}{whose}"
     yield Fact("training", "reached", held_out if training.validation else f"training {loss}", "main")

@@ -21,7 +21,7 @@ from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.report.facts import describe_trial, device_facts, final_facts, peak_bytes
 from autobatch.report.tables import estimate_lines
-from autobatch.report.words import metrics_in_words, plural, terms_in_words
+from autobatch.report.words import loss_in_words, metrics_in_words, plural, terms_in_words
 
 if TYPE_CHECKING:
     from autobatch.core.records import Attempt, DeviceRecord, StepRecord, Trial
@@ -114,7 +114,9 @@ class Terminal(Progress):
         """Show a training step; without a live line print about ten steps of the run."""
         if not step.applied and step.count:
             self._say(f"step {step.step}: skipped, the loss or the gradient is not finite", style="yellow")
-        loss = "loss –" if step.loss is None else f"loss {step.loss:.4f}{terms_in_words(step.terms)}"
+        loss = (
+            "loss –" if step.loss is None else f"loss {loss_in_words(step.loss)}{terms_in_words(step.terms)}"
+        )
         speed = "" if step.samples_per_s is None else f"{step.samples_per_s:,.0f} samples/s"
         held_out = metrics_in_words(step.validation)
         if self._line is not None:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from autobatch.core.knobs import CHECKPOINTING, PRECISION, SPLIT
 from autobatch.core.units import significant
 
+LARGE_LOSS = 1e6
+"""From here on, digits after the point tell nothing."""
+
 
 def count(number: int) -> str:
     """Write a whole number with thousands separators."""
@@ -40,6 +43,11 @@ def metrics_in_words(validation: Mapping[str, float | None]) -> list[str]:
     """Write the held-out figures, the loss after the others."""
     figures = sorted(validation.items(), key=lambda item: item[0] == "loss")
     return [metric_in_words(name, value) for name, value in figures]
+
+
+def loss_in_words(loss: float) -> str:
+    """Write a training loss: ``0.1017``, ``2.31e+14``."""
+    return f"{loss:.4f}" if abs(loss) < LARGE_LOSS else f"{loss:.3g}"
 
 
 def terms_in_words(terms: Mapping[str, float | None]) -> str:

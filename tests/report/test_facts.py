@@ -97,4 +97,5 @@ def test_trials_numbers_and_choices_in_words() -> None:
     held_out = {"loss": None, "accuracy": 0.9722, "f1": 0.1017}
     assert words.metrics_in_words(held_out) == ["accuracy 97.22 %", "f1 0.1017", "loss not finite"]
     chosen = {"precision": "bf16", "channels_last": True, "micro_batch_shift": 2}
+    assert [words.loss_in_words(loss) for loss in (0.10166, -2e30)] == ["0.1017", "-2e+30"]
     assert words.knobs_in_words(chosen) == "bf16, channels-last, micro-batch ÷ 4"
