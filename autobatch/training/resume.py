@@ -214,7 +214,7 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
     """Load the newest valid checkpoint of a run, the same on all ranks.
 
     Raises:
-        InputError: the run has no checkpoint, or every one is damaged.
+        InputError: the run has no checkpoint, every one is damaged, or the newest is not of a run.
         DoesNotFitError: the host memory does not suffice to load it.
     """
     folder = out / CHECKPOINTS
@@ -222,6 +222,11 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
         loaded = load_newest(folder, ranks)
     if loaded is None:
         raise InputError(f"--resume found no checkpoint in {folder}: start without --resume")
+    if not isinstance(loaded.state, dict) or not {*COUNTERS} <= {*loaded.state.get("counters", ())}:
+        raise InputError(
+            f"the checkpoint {loaded.path} holds no state of a run: restore it from a copy, or start without "
+            "--resume"
+        )
     return loaded
 
 

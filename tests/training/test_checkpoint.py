@@ -21,6 +21,7 @@ from autobatch.training.checkpoint import (
     load_newest,
     read_manifest,
 )
+from autobatch.training.resume import load_run_state
 from tests.support.checkpoints import is_valid, newest, save, seal
 from tests.support.planted import payloads
 
@@ -115,6 +116,13 @@ def test_a_forged_state_with_right_sums_is_refused_and_not_executed(tmp_path: Pa
             load_newest(tmp_path)
         assert not sentinel.exists()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("state", [{"counters": {"batches_seen": 3}}, {"model": {}}])
+def test_a_checkpoint_with_right_sums_that_is_of_no_run_is_refused(tmp_path: Path, state: Any) -> None:
+    save(tmp_path / "checkpoints", 2, state=state)
+    with pytest.raises(InputError, match="no state of a run"):
+        load_run_state(tmp_path)
 
 
 def test_checkpoints_of_later_steps_are_set_aside_and_leftovers_deleted(tmp_path: Path) -> None:
