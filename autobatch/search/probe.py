@@ -35,6 +35,8 @@ FAR = 64
 """Ratio of the cap to the size of that run up to which it is."""
 REACH = 2
 """Ratio of the largest size in question to a guess. Larger sizes are in question once that one fits."""
+NEAR = 16
+"""A size that failed refutes a guess up to one part in this many below it."""
 NEAR_BY = 8
 """Sizes between two runs from which on the middle is asked for in place of a guess that a run has refuted."""
 
@@ -155,16 +157,26 @@ class _Search:
         return self.low < size < self.high and self.fits(size)
 
     def find(self) -> None:
-        """Ask for sizes between one that fits and one that does not, until the next size is refused."""
+        """Ask for sizes between one that fits and one that does not, until the next size is refused.
+
+        What fits is not monotone: one of the larger sizes that a replay knows of runs if questions are left.
+        """
         bracket = self.bracket([attempt.fits for attempt in self.attempts])
-        while not self.proof():
-            if not bracket.is_open:
-                bracket = self.bracket([])
-            guess = self.guess(bracket.low, bracket.high)
-            # The first runs have left few questions: sizes far above wait for a bound of their own.
-            bracket = bracket.around(max(guess, bracket.low + 1))
-            size = bracket.nearest(guess)
-            bracket = bracket.after(size, self.fits(size))
+        while True:
+            while not self.proof():
+                if not bracket.is_open:
+                    bracket = self.bracket([])
+                guess = self.guess(bracket.low, bracket.high)
+                # The first runs have left few questions: sizes far above wait for a bound of their own.
+                bracket = bracket.around(max(guess, bracket.low + 1))
+                size = bracket.nearest(guess)
+                bracket = bracket.after(size, self.fits(size))
+            larger = (self.replayed() or 0) // self.multiple * self.runs.is_of_largest
+            is_refuted = any(larger <= size <= larger + larger // NEAR for size in self.refused)
+            asked, failed = bracket.asked - 1, bracket.failed
+            if larger <= self.low or is_refuted or min(asked, failed) < 1 or not self.fits(larger):
+                return
+            bracket = Bracket(self.low, min(self.high, self.low + told_apart(asked, failed)), asked, failed)
 
     def bracket(self, spent: Sequence[bool]) -> Bracket:
         """Return the sizes in question, and the allowance of their bound less the runs that are spent."""
