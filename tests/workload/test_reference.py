@@ -76,17 +76,17 @@ def test_a_reference_to_nothing_names_what_was_searched(reference: Any, message:
         ("import sys\nsys.exit(4)", 2, SystemExit),
     ],
 )
-@pytest.mark.parametrize("reference", ["broken:make", "broken.py:make"])
+@pytest.mark.parametrize("reference", ["odd_module:make", "odd_module.py:make"])
 def test_an_error_of_the_users_code_names_its_line(
     content: str, line: int, kind: type[BaseException], reference: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "broken.py").write_text(content)
+    (tmp_path / "odd_module.py").write_text(content)
     with pytest.raises(kind) as caught:
         find_workload(reference)
     described = describe(caught.value)
     assert described.startswith("the workload's ")
-    assert described.endswith(f" ({tmp_path / 'broken.py'}:{line})")
-    assert kind is ZeroDivisionError or "broken" not in sys.modules
+    assert described.endswith(f" ({tmp_path / 'odd_module.py'}:{line})")
+    assert kind is ZeroDivisionError or "odd_module" not in sys.modules
 
 
 def test_a_file_alone_is_enough_if_its_function_is_called_workload(tmp_path: Path) -> None:
