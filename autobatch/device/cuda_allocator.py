@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,9 @@ import torch
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import MemoryStats
-from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.device.allocator.trace import Trace, trace_of
 from autobatch.device.base import SilentMeter
 from autobatch.device.oom import lost_context_ignored
-from autobatch.device.snapshot_file import RELEASES
 
 MOST_EVENTS = 300_000
 """Most events of a recording. A longer one would lack its beginning. 25,000 are usual, and a snapshot makes a
@@ -105,46 +104,6 @@ def recording() -> Iterator[None]:
         yield
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def trace_of(
-    entries: Iterable[Mapping[str, Any]],
-    marks: Sequence[tuple[int, str]] = (),
-    modules: Sequence[tuple[int, str]] = (),
-) -> Trace:
-    """Turn a snapshot's entries into a trace: one block per allocation, freed when its free completes.
-
-    Frees of blocks that are older than the recording are left out. So are allocations that failed: their
-    entries have no address (cuDNN catches the error and tries another plan, torch
-    aten/src/ATen/native/cudnn/Conv_v8.cpp).
-
-    Args:
-        entries: Of the allocator of one GPU.
-        marks: ``(allocations and frees before, phase)``, those that are left out included.
-        modules: The same for the modules that run.
-    """
-    blocks: dict[int, int] = {}
-    events: list[tuple[int, int]] = []
-    releases: list[int] = []
-    kept = [0]
-    """The number of events after so many entries."""
-    for entry in entries:
-        if entry["action"] in RELEASES:
-            releases.append(len(events))
-        if entry["action"] not in ("alloc", "free_completed"):
-            continue
-        address = entry["addr"]
-        if entry["action"] == "alloc":
-            blocks[address] = len(events)
-            events.append((blocks[address], int(entry["size"])))
-        elif address in blocks:
-            events.append((blocks.pop(address), FREE))
-        kept.append(len(events))
-
-    def placed(counted: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
-        return tuple((kept[min(count, len(kept) - 1)], name) for count, name in counted)
-
-    return Trace(tuple(events), placed(marks), placed(modules), tuple(dict.fromkeys(releases)))
 
 
 class CudaMeter(SilentMeter):

@@ -21,6 +21,8 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from autobatch.device.allocator.ledger import MemoryStats
+
 
 class Verdict(enum.Enum):
     """The meaning of an error for memory. In a chain of errors the first of these counts."""
@@ -159,14 +161,27 @@ def memory_named(doing: str) -> Iterator[None]:
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Return an upper bound of the bytes that a failed request asked for; None if no text has them.
+    """Return an upper bound of the bytes that a failed request needed; None if no text has them.
 
-    Texts round them to three digits at least, a half percent.
+    Caching allocators name the segment that they asked the driver for. Texts round to three digits at least,
+    a half percent.
     """
     for link in _chain(error):
         if request := _REQUESTED.search(_text(link)):
             return math.ceil(1.006 * float(request[1]) * _UNITS[request[2]])
     return None
+
+
+def is_below_budget(stats: MemoryStats, segment_bytes: int | None, budget_bytes: int) -> bool:
+    """Return whether something else than the budget refused a request, such as another process's memory.
+
+    Args:
+        stats: Readings after the refusal. What was held counts: reserved bytes, or live ones without a cache.
+        segment_bytes: Bytes that the allocator asked for, at most; 0 or None if unknown.
+        budget_bytes: Bytes that it may hold.
+    """
+    held = stats.peak_allocated_bytes if stats.peak_reserved_bytes is None else stats.peak_reserved_bytes
+    return bool(held is not None and segment_bytes and held + segment_bytes <= budget_bytes)
 
 
 def first_line(error: BaseException) -> str:

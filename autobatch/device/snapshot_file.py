@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -17,13 +17,11 @@ from typing import Any, NamedTuple, NoReturn
 from autobatch.core.errors import InputError
 from autobatch.core.text import error_text
 from autobatch.device.allocator.caching import AllocatorConfig, Block, CachingAllocator
-from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.device.allocator.trace import FREE, RELEASES, Trace, trace_of
 
 Entry = Mapping[str, Any]
 COMMON_POOL = (0, 0)
 """Pool of all blocks that belong to no CUDA graph and no ``torch.cuda.MemPool``."""
-RELEASES = ("segment_free", "segment_unmap")
-"""Events of a program that empties the cache, as a search of cuDNN for its fastest kernel does."""
 GROWS = {"segment_alloc": 1, "segment_map": 1} | dict.fromkeys(RELEASES, -1)
 
 
@@ -144,70 +142,83 @@ def read_recordings(path: Path) -> list[Recording]:
     return sorted(recordings, key=lambda recording: -recording.peak_reserved_bytes)
 
 
+class _Block(NamedTuple):
+    """A block of a recording, with what a trace does not hold."""
+
+    size: int
+    pool: int
+    """Number of its stream and pool."""
+    stack: Stack
+
+
 def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings: str) -> Recording:
     """Read the events of one GPU."""
-    made = [entry["addr"] for entry in entries if entry["action"] == "segment_alloc"]
-    signed = (GROWS.get(entry["action"], 0) * entry["size"] for entry in entries if "size" in entry)
-    reserved = peak = sum(segment["total_size"] for segment in segments) - sum(signed)
-    numbers: dict[int, int] = {}
-    """Of the live blocks, by address."""
-    events: list[tuple[int, int]] = []
-    releases: list[int] = []
-    older: list[tuple[int, int]] = []
-    known: list[tuple[int, Stack]] = []
-    """Pool and frames of each block, by its number."""
+    placed = [entry["addr"] for entry in entries if entry["action"] == "segment_alloc"]
+    peak, refused, refused_at = _course(entries, sum(segment["total_size"] for segment in segments))
+    if refused_at is not None:  # as the last allocation
+        entries[refused_at] = {**entries[refused_at], "action": "alloc", "addr": None}
+    end = 1 + sum(entry["action"] in ("alloc", "free_completed") for entry in entries[:refused_at])
+    blocks: list[_Block] = []
+    """Those of the events, and then those that are older and stay."""
+    live: set[int | None] = set()
+    """Addresses of the blocks that were made and not freed."""
     pools: dict[object, int] = {}
     stack_of = _interned()
-    end, refused = None, None
 
-    def add(place: list[tuple[int, int]], entry: Entry, size: int, frames: Any) -> int:
-        """Add a block to the events or to what is older, and return its number."""
+    def note(entry: Entry, pool: Any, size: int, frames: Any) -> None:
         if size < 0:
             raise ValueError(f"a block has {size} bytes")
-        pool = entry.get("stream", 0), tuple(entry.get("pool_id") or COMMON_POOL)
-        place.append((len(known), size))
-        known.append((pools.setdefault(pool, len(pools)), stack_of(frames or ())))
-        return len(known) - 1
+        place = entry.get("stream", 0), tuple(pool or COMMON_POOL)
+        blocks.append(_Block(size, pools.setdefault(place, len(pools)), stack_of(frames or ())))
 
-    for at, entry in enumerate(entries):
-        entries[at] = {}  # millions of them take a gigabyte
-        action = entry["action"]
-        if action == "alloc":
-            numbers[entry["addr"]] = add(events, entry, int(entry["size"]), entry.get("frames"))
-        elif action == "free_completed":
-            number = numbers.pop(entry["addr"], None)
-            events.append((add(older, entry, int(entry["size"]), ()) if number is None else number, FREE))
-        elif action in GROWS:
-            releases += [len(events)] if action in RELEASES else []
-            reserved += GROWS[action] * entry["size"]
-            peak = peak if refused else max(peak, reserved)
-        elif action == "oom" and refused is None:
-            refused = OutOfMemory(int(entry["size"]), int(entry["device_free"]), reserved)
-            end = len(events) + 1
-            add(events, entry, refused.asked, entry.get("frames"))
-    blocks = [(segment, block) for segment in segments for block in segment["blocks"]]
-    for segment, block in sorted(blocks, key=lambda pair: (pair[1]["size"], pair[1]["address"])):
-        if str(block["state"]).startswith("active") and block["address"] not in numbers:
-            pool = {**segment, "pool_id": segment.get("segment_pool_id")}
-            add(older, pool, int(block.get("requested_size") or block["size"]), block.get("frames"))
-    whole = [*older, *events[:end]]
-    order = [number for number, size in whole if size != FREE]
+    def noted() -> Iterator[Entry]:
+        """Yield the entries, and note their blocks."""
+        for at, entry in enumerate(entries):
+            entries[at] = {}  # millions of them take a gigabyte
+            is_new = entry["action"] == "alloc"
+            if is_new or entry["action"] == "free_completed":
+                frames = entry.get("frames") if is_new else ()
+                note(entry, entry.get("pool_id"), int(entry["size"]), frames)
+                (live.add if is_new else live.discard)(entry["addr"])
+            yield entry
+
+    trace = trace_of(noted())
+    held = [(segment, block) for segment in segments for block in segment["blocks"]]
+    for segment, block in sorted(held, key=lambda pair: (pair[1]["size"], pair[1]["address"])):
+        if str(block["state"]).startswith("active") and block["address"] not in live:
+            size = int(block.get("requested_size") or block["size"])
+            note(segment, segment.get("segment_pool_id"), size, block.get("frames"))
+    freed = [block for (number, _), block in zip(trace.events, blocks, strict=False) if number < 0]
+    older, events = freed + blocks[len(trace.events) :], trace.events[:end]
+    ordered = older + [block for (_, size), block in zip(events, blocks, strict=False) if size != FREE]
+    whole = (*((-1 - at, block.size) for at, block in enumerate(older)), *events)
     private = [part for part in segments if tuple(part.get("segment_pool_id") or COMMON_POOL) != COMMON_POOL]
     return Recording(
         device=device,
-        trace=Trace(
-            tuple(whole), releases=tuple(len(older) + at for at in dict.fromkeys(releases))
-        ).canonical(),
-        stacks=[known[number][1] for number in order],
-        pools=[known[number][0] for number in order],
+        trace=Trace(whole, releases=tuple(len(older) + at for at in trace.releases)).canonical(),
+        stacks=[block.stack for block in ordered],
+        pools=[block.pool for block in ordered],
         peak_reserved_bytes=peak,
-        older=(len(older), sum(size for _, size in older)),
+        older=(len(older), sum(block.size for block in older)),
         private_bytes=sum(segment["total_size"] for segment in private),
         is_expandable=any(segment.get("is_expandable") for segment in segments),
-        falls=len(made) > 1 and made == sorted(made, reverse=True),
+        falls=len(placed) > 1 and placed == sorted(placed, reverse=True),
         settings=settings,
         refused=refused,
     )
+
+
+def _course(entries: Sequence[Entry], reserved_at_end: int) -> tuple[int, OutOfMemory | None, int | None]:
+    """Return the peak of reserved bytes up to the first refusal, and that refusal with its place."""
+    signed = (GROWS.get(entry["action"], 0) * entry["size"] for entry in entries if "size" in entry)
+    reserved = peak = reserved_at_end - sum(signed)
+    for at, entry in enumerate(entries):
+        if entry["action"] == "oom":
+            return peak, OutOfMemory(int(entry["size"]), int(entry["device_free"]), reserved), at
+        if entry["action"] in GROWS:
+            reserved += GROWS[entry["action"]] * entry["size"]
+            peak = max(peak, reserved)
+    return peak, None, None
 
 
 def _interned() -> Callable[[Any], Stack]:

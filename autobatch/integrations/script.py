@@ -29,7 +29,9 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, DeviceRecord, LimitedBy
 from autobatch.core.units import format_bytes
+from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.cuda_allocator import TAKES_LOWEST, allocator_options, fraction_of
+from autobatch.device.oom import is_below_budget
 from autobatch.device.select import open_device
 from autobatch.device.snapshot_file import OnPools, Recording, read_recordings
 from autobatch.estimates.copies import run_in_copies
@@ -135,7 +137,11 @@ class Runner:
             is_error=error is not None,
             is_below_budget=bool(refused)
             and all(
-                each["refused_bytes"] and each["peak_reserved_bytes"] + each["refused_bytes"] <= budget
+                is_below_budget(
+                    MemoryStats(peak_reserved_bytes=each["peak_reserved_bytes"]),
+                    each["refused_bytes"],
+                    budget,
+                )
                 for each in refused
             ),
         )

@@ -15,10 +15,8 @@ import msgspec
 
 from autobatch.core.errors import InputError, NoGradientError
 from autobatch.core.records import Attempt
-from autobatch.device.allocator.caching import LARGE_SEGMENT_BYTES
-from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
-from autobatch.device.base import Device
+from autobatch.device.oom import is_below_budget
 from autobatch.rehearsal.rehearsal import Batch, Rehearsal, on_copies, rehearse
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.loss import terms_of
@@ -102,7 +100,7 @@ def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
             reason=reason,
             phase=None if failure is None else failure.phase,
             is_below_budget=failure is not None
-            and _is_below_budget(setup.device, stats, failure.requested_bytes),
+            and is_below_budget(stats, failure.requested_bytes, setup.device.budget_bytes),
         ),
         rehearsal.trace,
     )
@@ -138,17 +136,6 @@ def _put_trained_first(setup: Setup) -> bool:
                 samples.first = index
                 break
     return samples.first is not None
-
-
-def _is_below_budget(device: Device, stats: MemoryStats, requested: int | None) -> bool:
-    """Return whether a request failed although the memory in use and the request are below the budget."""
-    config = device.allocator_config
-    in_use = stats.peak_allocated_bytes if config is None else stats.peak_reserved_bytes
-    if in_use is None or requested is None:
-        return False
-    # An allocator takes whole segments.
-    segment = 0 if config is None else LARGE_SEGMENT_BYTES
-    return in_use + max(requested + segment // 8, segment) < device.budget_bytes
 
 
 def _check_first(result: StepResult, micro_batch: int, *, is_scaled: bool) -> None:

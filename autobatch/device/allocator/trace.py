@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 
 FREE = -1
 """The size of an event that frees its block."""
+RELEASES = ("segment_free", "segment_unmap")
+"""Entries of a program that empties the cache, as a search of cuDNN for its fastest kernel does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,43 @@ class Trace:
         releases = tuple(position for position, _ in placed((position, "") for position in self.releases))
         marks = tuple(placed(self.marks))
         return Trace(tuple(events), marks, tuple(modules.items()), releases, is_canonical=True)
+
+
+def trace_of(
+    entries: Iterable[Mapping[str, Any]],
+    marks: Sequence[tuple[int, str]] = (),
+    modules: Sequence[tuple[int, str]] = (),
+) -> Trace:
+    """Turn what the allocator recorded into a trace: a block per allocation, freed when its free completes.
+
+    Blocks have numbers in the order of allocation. Those that are older than the recording have negative
+    ones, in the order of their frees. Allocations that failed are left out: their entries have no address
+    (cuDNN catches the error and tries another plan, torch aten/src/ATen/native/cudnn/Conv_v8.cpp).
+
+    Args:
+        entries: Of the allocator of one GPU.
+        marks: ``(allocations and frees before, phase)``.
+        modules: The same for the modules that run.
+    """
+    numbers: dict[int, int] = {}
+    """Of the live blocks, by address."""
+    events: list[tuple[int, int]] = []
+    releases: dict[int, None] = {}
+    made, older = 0, 0
+    for entry in entries:
+        action = entry["action"]
+        if action == "alloc":
+            numbers[entry["addr"]] = made
+            events.append((made, int(entry["size"])))
+            made += 1
+        elif action == "free_completed":
+            number = numbers.pop(entry["addr"], None)
+            if number is None:
+                number = older = older - 1
+            events.append((number, FREE))
+        elif action in RELEASES:
+            releases[len(events)] = None
+    return Trace(tuple(events), tuple(marks), tuple(modules), tuple(releases))
 
 
 class Replay(NamedTuple):
