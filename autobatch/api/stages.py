@@ -233,7 +233,11 @@ def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:
         run.record(plan=chosen, tuning=tuning)
     limit = run.result.probe
     assert limit is not None
-    run.record(plan=choose_split(run.setup, run.plan, limit, options, ranks=run.ranks, progress=run.progress))
+    run.progress.doing("choosing how batches are split")
+    chosen, note = choose_split(run.setup, run.plan, limit, options, check=examine, ranks=run.ranks)
+    if note:
+        run.progress.note(note)
+    run.record(plan=chosen)
     if tuner is not None and tunes_rate:
         from autobatch.tuning.learning_rate import tune_learning_rate
 

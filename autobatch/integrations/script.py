@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ from autobatch.planning import equal_plan, even_split_note
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
-from autobatch.search.find_limit import note_next
+from autobatch.search.attempts import reported
+from autobatch.search.find_limit import search_from_saved
 from autobatch.search.probe import find_largest
-from autobatch.search.saved import keep, recall
 
 STEPS = 3
 """Optimizer steps of a run: state appears in the first, and later ones find it and the gradients there."""
@@ -87,11 +88,7 @@ class Runner:
             InputError: it cannot be started. Or no size has fitted, and it takes no such step for another
                 reason than memory. Or the size changes nothing.
         """
-        outcome = self._attempt(size)
-        if outcome.attempt.is_below_budget:
-            outcome = self._attempt(size)
-        self.progress.attempted(outcome.attempt)
-        return self.outcomes.setdefault(size, outcome)
+        return self.outcomes.setdefault(size, reported(partial(self._attempt, size), self.progress))
 
     def _attempt(self, size: int) -> Outcome:
         """Run the command once, until its optimizer has taken `STEPS` steps."""
@@ -234,22 +231,15 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
     }
-    found = find_largest(
-        runner.run,
-        caps,
-        runner.new_allocator,
-        multiple=multiple,
-        known=recall(key, home),
-    )
-    probe, limit = found.probe, found.probe.micro_batch
-    if not limit:
+    search = partial(find_largest, runner.run, caps, runner.new_allocator, multiple=multiple)
+    found = search_from_saved(search, key, home, runner.progress)
+    if not (limit := found.probe.micro_batch):
         smallest = outcomes[min(outcomes)].attempt
         raise DoesNotFitError(
             f"a micro-batch of {smallest.micro_batch} does not fit in the budget of "
             f"{format_bytes(device.budget_bytes)}: {smallest.reason}. What helps: a larger --memory-budget, "
             "or flags with which it takes less. autobatch record and estimate --snapshot show what takes it"
         )
-    note_next(probe, device.name, runner.progress)
     plan = None
     if target is not None:
         plan = equal_plan(target, limit, world_size=runner.world, multiple=multiple)
@@ -258,5 +248,4 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
             plan = equal_plan(target, size - 1, world_size=runner.world, multiple=multiple)
         if (note := even_split_note(plan, limit)) is not None:
             runner.progress.note(note)
-    file = keep(probe, found.programs, key, home=home, progress=runner.progress)
-    return Result(device=device, probe=probe, plan=plan, profile=file)
+    return Result(device=device, probe=found.probe, plan=plan, profile=found.file)

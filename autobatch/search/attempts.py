@@ -1,23 +1,32 @@
-"""Attempts of a probe in the process that holds the setup; a failure is an answer, too."""
+"""Attempts of a search, and those in the process that holds the setup; a failure is an answer, too."""
 
 from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 
-from autobatch.core.errors import AutobatchError, DoesNotFitError, UserCodeError
+from autobatch.core.errors import AutobatchError, UserCodeError
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt
 from autobatch.core.text import error_text
-from autobatch.core.units import format_bytes
 from autobatch.device.oom import loses_context
-from autobatch.footprint.explain import explain
 from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess, ThisProcess
 
 
+def reported(attempt: Callable[[], Outcome], progress: Progress) -> Outcome:
+    """Make an attempt, once more if something else than the budget refused memory, and report it."""
+    outcome = attempt()
+    if outcome.attempt.is_below_budget:
+        outcome = attempt()
+    progress.attempted(outcome.attempt)
+    return outcome
+
+
 def run_attempt(process: SetupProcess, micro_batch: int, progress: Progress) -> Outcome:
-    """Make an attempt, and report it; repeat it once if something else than the budget refused memory.
+    """Make an attempt, and report it; see `reported`.
 
     Returns:
         Its outcome, with the error if the size fails for another reason than memory. A size for which the
@@ -27,11 +36,7 @@ def run_attempt(process: SetupProcess, micro_batch: int, progress: Progress) -> 
         Exception: the input is invalid at any size, or this process has lost its GPU.
     """
     progress.doing(f"running {micro_batch:,} samples at once")
-    outcome = _run(process, micro_batch)
-    if outcome.attempt.is_below_budget:
-        outcome = _run(process, micro_batch)
-    progress.attempted(outcome.attempt)
-    return outcome
+    return reported(partial(_run, process, micro_batch), progress)
 
 
 def _run(process: SetupProcess, micro_batch: int) -> Outcome:
@@ -60,30 +65,3 @@ def _run(process: SetupProcess, micro_batch: int) -> Outcome:
         is_error=not is_killed,
     )
     return Outcome(failed, None, error=None if is_killed else failure)
-
-
-def nothing_fits(
-    process: SetupProcess, smallest: Outcome, single_error: str | None = None
-) -> DoesNotFitError:
-    """Build the error that explains the memory of the smallest attempt, and lists what helps.
-
-    ``single_error`` is that of a micro-batch of 1, if it was not out of memory, too.
-    """
-    last, largest = smallest.attempt, process.info.largest_sample
-    parts = [
-        f"a micro-batch of {last.micro_batch} does not fit in the budget of "
-        f"{format_bytes(process.info.device.budget_bytes)}: {str(last.reason).removesuffix('.')}"
-        + (f" (in the {last.phase})" if last.phase else "")
-    ]
-    if largest is not None and last.micro_batch == 1:
-        index, size = largest
-        parts.append(f"It ran with sample {index} of the training data, the largest: its size is {size:g}")
-    if smallest.trace is not None and smallest.trace.marks:
-        parts.append(f"It took {explain(smallest.trace).text()}")
-    if single_error:
-        parts.append(f"A micro-batch of 1 cannot run: {single_error.removesuffix('.')}")
-    # The memory of a loss over the whole batch depends on the target batch, not on the micro-batch.
-    smaller = ", a smaller target batch" if last.phase == "loss" else ""
-    shorter = ", samples cut shorter or left out" if largest is not None else ""
-    parts.append(f"What helps: a larger --memory-budget{smaller}{shorter}")
-    return DoesNotFitError(". ".join(parts))

@@ -5,18 +5,22 @@ saved limit ──guess──► search by runs ──► batches of the plan �
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import LimitedBy, Probe
+from autobatch.core.units import format_bytes
+from autobatch.footprint.explain import explain
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import SetupProcess
-from autobatch.rehearsal.setup import new_allocator
-from autobatch.search.attempts import nothing_fits, run_attempt
+from autobatch.rehearsal.setup import KeyValue, new_allocator
+from autobatch.search.attempts import run_attempt
 from autobatch.search.plan_limit import limit_of_plan
 from autobatch.search.probe import FIRST, Limit, find_largest
 from autobatch.search.saved import keep, recall
@@ -64,8 +68,7 @@ def find_limit(
         limit = Limit(probe, trace=outcome.trace)
     probe = msgspec.structs.replace(limit.probe, precision=info.precision)
     progress.probed(probe)
-    file = keep(probe, limit.programs, info.key, home=home, progress=progress) if asked is None else None
-    limit = limit._replace(probe=probe, file=file, planned=probe.micro_batch)
+    limit = limit._replace(probe=probe, planned=probe.micro_batch)
     return limit if share is None else limit_of_plan(process, limit, share, options.seed, progress)
 
 
@@ -74,7 +77,6 @@ def _largest(
 ) -> Limit:
     """Find the largest micro-batch that fits; see `find_limit`."""
     info = process.info
-    known = recall(info.key, home)
     most: dict[LimitedBy, int | None] = {
         "target_batch": options.target_batch if share is None else share,
         "max_micro_batch": options.max_micro_batch,
@@ -88,35 +90,41 @@ def _largest(
 
     # An error of a large model costs a whole run.
     is_large = STATE_COPIES * info.model_bytes > info.device.budget_bytes / 2
-    failure: Exception | None = None
+    search = partial(
+        find_largest,
+        run,
+        {name: size for name, size in most.items() if size is not None},
+        partial(new_allocator, info),
+        multiple=options.micro_batch_multiple,
+        first=FIRST // 2 if is_large else FIRST,
+    )
     try:
-        limit = find_largest(
-            run,
-            {name: size for name, size in most.items() if size is not None},
-            partial(new_allocator, info),
-            multiple=options.micro_batch_multiple,
-            known=known,
-            first=FIRST // 2 if is_large else FIRST,
-        )
+        limit = search_from_saved(search, info.key, home, progress)
     except Exception as error:
-        failure = error
-    if failure is not None:
         refused = [outcome for _, outcome in sorted(outcomes.items()) if outcome.error is None]
         # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
         if 1 in outcomes and refused:
-            raise nothing_fits(process, refused[0], describe(failure)) from failure
-        raise failure
-    probe = limit.probe
-    if not probe.micro_batch:
+            raise nothing_fits(process, refused[0], describe(error)) from error
+        raise
+    if not limit.probe.micro_batch:
         raise nothing_fits(process, outcomes[min(outcomes)])
-    if known is not None and not probe.attempts[0].fits:
-        progress.note(f"{probe.attempts[0].micro_batch} no longer fit, so the saved limit was probed again")
-    note_next(probe, info.device.name, progress)
     return limit
 
 
-def note_next(probe: Probe, device: str, progress: Progress) -> None:
-    """Note what else than the budget refused sizes above the limit."""
+def search_from_saved(
+    search: Callable[..., Limit], key: Mapping[str, KeyValue], home: Path, progress: Progress
+) -> Limit:
+    """Search from the saved limit of a key, note what refused sizes besides the budget, and save the answer.
+
+    ``search`` is `find_largest` without ``known``. Nothing is saved if nothing fits.
+    """
+    known = recall(key, home)
+    limit = search(known=known)
+    probe = limit.probe
+    if not probe.micro_batch:
+        return limit
+    if known is not None and not probe.attempts[0].fits:
+        progress.note(f"{probe.attempts[0].micro_batch} no longer fit, so the saved limit was probed again")
     size = probe.micro_batch + probe.multiple
     above = next((attempt for attempt in probe.attempts if attempt.micro_batch == size), None)
     if above is not None and above.is_error:
@@ -125,8 +133,37 @@ def note_next(probe: Probe, device: str, progress: Progress) -> None:
             "such as 2, give --micro-batch-multiple 2"
         )
     held = min((attempt.micro_batch for attempt in probe.attempts if attempt.is_below_budget), default=None)
-    if held is not None:
-        progress.note(
-            f"{device}, not the budget, refused a micro-batch of {held:,} twice. Others may hold its memory, "
-            "so the limit is not saved: free memory, or give a smaller --memory-budget"
-        )
+    if held is None:
+        return limit._replace(file=keep(probe.micro_batch, limit.programs, key, home, progress))
+    progress.note(
+        f"{key['device']}, not the budget, refused a micro-batch of {held:,} twice. Others may hold its "
+        "memory, so the limit is not saved: free memory, or give a smaller --memory-budget"
+    )
+    return limit
+
+
+def nothing_fits(
+    process: SetupProcess, smallest: Outcome, single_error: str | None = None
+) -> DoesNotFitError:
+    """Build the error that explains the memory of the smallest attempt, and lists what helps.
+
+    ``single_error`` is that of a micro-batch of 1, if it was not out of memory, too.
+    """
+    last, largest = smallest.attempt, process.info.largest_sample
+    parts = [
+        f"a micro-batch of {last.micro_batch} does not fit in the budget of "
+        f"{format_bytes(process.info.device.budget_bytes)}: {str(last.reason).removesuffix('.')}"
+        + (f" (in the {last.phase})" if last.phase else "")
+    ]
+    if largest is not None and last.micro_batch == 1:
+        index, size = largest
+        parts.append(f"It ran with sample {index} of the training data, the largest: its size is {size:g}")
+    if smallest.trace is not None and smallest.trace.marks:
+        parts.append(f"It took {explain(smallest.trace).text()}")
+    if single_error:
+        parts.append(f"A micro-batch of 1 cannot run: {single_error.removesuffix('.')}")
+    # The memory of a loss over the whole batch depends on the target batch, not on the micro-batch.
+    smaller = ", a smaller target batch" if last.phase == "loss" else ""
+    shorter = ", samples cut shorter or left out" if largest is not None else ""
+    parts.append(f"What helps: a larger --memory-budget{smaller}{shorter}")
+    return DoesNotFitError(". ".join(parts))

@@ -23,7 +23,6 @@ import msgspec
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json
 from autobatch.core.progress import Progress
-from autobatch.core.records import Probe
 from autobatch.core.text import printable
 from autobatch.core.version import __version__
 from autobatch.device.profiles import save_or_explain
@@ -64,22 +63,15 @@ def recall(key: Mapping[str, KeyValue], home: Path) -> SavedLimit | None:
 
 
 def keep(
-    probe: Probe,
+    micro_batch: int,
     programs: Sequence[Program],
     key: Mapping[str, KeyValue],
-    *,
     home: Path,
     progress: Progress,
 ) -> Path | None:
-    """Save the answer of a search in place of an earlier one, and return its file.
-
-    Returns:
-        None if not the budget refused a size, or, with a note, if the directory is not writable.
-    """
-    if any(attempt.is_below_budget for attempt in probe.attempts):
-        return None
+    """Save an answer in place of an earlier one, and return its file; None if that fails, with a note."""
     limit = SavedLimit(
-        micro_batch=probe.micro_batch,
+        micro_batch=micro_batch,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         packed=zlib.compress(msgspec.msgpack.encode(programs)) if programs else b"",
     )

@@ -17,9 +17,10 @@ from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.search import plan_split
 from autobatch.search.plan_split import choose_split
+from autobatch.training.split_check import examine
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import SizeSplit
-from tests.support.probes import Listener, probe_of
+from tests.support.probes import probe_of
 from tests.support.ragged import (
     CONTRASTIVE,
     Sequences,
@@ -44,10 +45,9 @@ PLAN = make_plan(target_batch=24, micro_batch_limit=6, learning_rate=0.01)
 
 def chosen(setup: Setup, plan: Plan = PLAN, split: str = "auto", limit: int = 6) -> tuple[Plan, list[str]]:
     """Choose the split of a plan, and return the plan with the notes."""
-    listener, options = Listener(), Options().with_values(split=split)
-    process, limited = ThisProcess(setup), probe_of(limit)
-    found = choose_split(process, plan, limited, options, ranks=Ranks(), progress=listener)
-    return found, listener.notes
+    process, options = ThisProcess(setup), Options().with_values(split=split)
+    found, note = choose_split(process, plan, probe_of(limit), options, check=examine, ranks=Ranks())
+    return found, [note] * bool(note)
 
 
 def test_ragged_samples_are_split_by_size_with_the_saving_in_the_note() -> None:
