@@ -200,7 +200,7 @@ def resume(run: Run) -> RunInputs:
             "learning rate and the order of the data stay, the micro-batch is planned again, and sums differ "
             "by rounding"
         )
-        key = _plan_again(run, stored, sampler, shares=setup.shards is not None)
+        key = _plan_again(run, stored, sampler, shares=setup.role.shards is not None)
         run.record(tuning=earlier.get("tuning"))
     else:
         progress.note(f"resuming from {checkpoint.path} on the same hardware")

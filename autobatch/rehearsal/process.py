@@ -96,8 +96,23 @@ class ChildProcess:
         """True if another child must answer the next call."""
 
     def __enter__(self) -> Self:
-        if self._process is None:
-            self._start()
+        if self._process is not None:
+            return self
+        context: Any = multiprocessing.get_context("fork" if self._is_copy else "spawn")
+        # A file without a name goes with the last process that has it open, even a killed one.
+        self._log = tempfile.TemporaryFile()
+        self._connection, theirs = context.Pipe()
+        # `multiprocessing` hands over an open file only as the end of a pipe.
+        output = Connection(os.dup(self._log.fileno()))
+        args = theirs, self._connection if self._is_copy else None, output
+        self._process = context.Process(target=_serve, args=args, daemon=True)
+        with hold_back_signals({signal.SIGINT}, with_tracker=not self._is_copy), warnings.catch_warnings():
+            # Python warns of threads, such as those of the terminal, which a copy does not have.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+        output.close()
+        self._is_copy = False  # later ones are none
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -115,7 +130,7 @@ class ChildProcess:
             ChildCrashed: the child crashed.
         """
         self._opened = reference, options, role
-        self.info = self._answer(self._opened, "while it opened the workload")
+        self.info = self._answer("while it opened the workload", _open, self._opened)
         return self
 
     def call(
@@ -130,37 +145,17 @@ class ChildProcess:
             AutobatchError: the function raised it, or another error that became a `UserCodeError`.
         """
         if self._is_lost and self._opened is not None:
-            self._stop(0.0)
-            self._log.close()
-            self._start()
-            self.open(*self._opened)
-        return cast(T, self._answer((function, args, more), f"during {act}"))
+            self.__exit__(ChildCrashed)
+            self.__enter__().open(*self._opened)
+        return cast(T, self._answer(f"during {act}", function, args, more))
 
-    def _start(self) -> None:
-        """Start a process that waits for a workload; later ones are no copies."""
-        context: Any = multiprocessing.get_context("fork" if self._is_copy else "spawn")
-        # A file without a name goes with the last process that has it open, even a killed one.
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._connection, theirs = context.Pipe()
-        # `multiprocessing` hands over an open file only as the end of a pipe.
-        output = Connection(os.dup(self._log.fileno()))
-        args = theirs, self._connection if self._is_copy else None, output
-        self._process = context.Process(target=_serve, args=args, daemon=True)
-        with hold_back_signals({signal.SIGINT}, with_tracker=not self._is_copy), warnings.catch_warnings():
-            # Python warns of threads, such as those of the terminal, which a copy does not have.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._process.start()
-        theirs.close()
-        output.close()
-        self._is_copy = False
-
-    def _answer(self, question: object, when: str) -> Any:
-        """Send a question, and wait for its answer. Ctrl-C ends the wait, and the child ignores it."""
+    def _answer(self, when: str, function: object, args: object, more: object = None) -> Any:
+        """Have a function called, and wait for its answer. Ctrl-C ends the wait, and the child ignores it."""
         kills = self._oom_kills()
         self._is_lost = True  # until it has answered
         try:
             with suppress(BrokenPipeError):  # the wait tells why
-                self._connection.send(question)
+                self._connection.send((function, args, more))
             is_error, content, self._is_lost = self._connection.recv()
         except ENDED:
             code = self._stop(PATIENCE_SECONDS)
@@ -243,7 +238,7 @@ def _last_lines(log: IO[bytes]) -> str:
 
 
 def _serve(connection: Connection, of_parent: Connection | None, output: Connection) -> None:
-    """Run the child: import torch, open the workload that comes, then answer calls until the pipe closes.
+    """Run the child: import torch, then answer calls until the pipe closes, of which the first opens a setup.
 
     Args:
         connection: the child's end of the pipe.
@@ -254,30 +249,30 @@ def _serve(connection: Connection, of_parent: Connection | None, output: Connect
     from autobatch.device.oom import loses_context
     from autobatch.workload.user_code import to_picklable
 
+    content: Any
+    here = None
     with suppress(*ENDED):
-        workload, options, role = connection.recv()
-        try:
-            here = ThisProcess(_open(workload, options, role))
-        except (Exception, SystemExit) as error:
-            connection.send((True, to_picklable(error), False))
-            return
-        # What is open now lives as long as this process, so no collection needs to look at it again.
-        gc.collect()
-        gc.freeze()
-        connection.send((False, here.info, False))
         while True:
             function, args, more = connection.recv()
             is_error = is_lost = False
             try:
-                content = function(here.setup, *args, **more)
+                if here is None:
+                    here = ThisProcess(function(*args))
+                    content = here.info
+                    # It lives as long as this process, so no collection needs to look at it again.
+                    gc.collect()
+                    gc.freeze()
+                else:
+                    content = function(here.setup, *args, **more)
             except (Exception, SystemExit) as error:
                 is_error, is_lost, content = True, loses_context(error), to_picklable(error)
-            if is_error:  # outside of the except block, nothing keeps the tensors of a failed call
-                here.setup.device.release()
-            try:
-                here.setup.device.synchronize()
-            except RuntimeError:  # the context of the GPU is gone
-                is_lost = True
+            if here is not None:  # outside of the except block, nothing keeps the tensors of a failed call
+                try:
+                    if is_error:
+                        here.setup.device.release()
+                    here.setup.device.synchronize()
+                except RuntimeError:  # the context of the GPU is gone
+                    is_lost = True
             connection.send((is_error, content, is_lost))
 
 

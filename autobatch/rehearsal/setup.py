@@ -44,6 +44,18 @@ KeyValue = str | int | None
 
 
 @dataclass(frozen=True, kw_only=True)
+class Role:
+    """Part that a process takes among the ranks: plain values, which travel to a child process."""
+
+    world: int = 1
+    """Ranks that train together, each on a device of its own."""
+    shards: int | None = None
+    """Ranks that share the model; None if each has a whole one."""
+    rank: int | None = None
+    """Rank of a process that trains; None in one that runs the steps of a rank without the other ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setup(StepSettings):
     """Model, data, device and settings of attempts and trials, each of which leaves them unchanged."""
 
@@ -60,23 +72,8 @@ class Setup(StepSettings):
     """True for a loop of the user's own, which keeps each micro-batch until the next one is there."""
     sharding: Sharding | None = None
     """The parts of a rank without the others; None if each rank has a whole model, or to train."""
-    world: int = 1
-    """Ranks that train together, each on a device of its own."""
-    shards: int | None = None
-    """Ranks that share the model; None if each has a whole one."""
+    role: Role = Role()
     clock: Callable[[], float] = time.perf_counter
-
-
-@dataclass(frozen=True, kw_only=True)
-class Role:
-    """Part that a process takes among the ranks: plain values, which travel to a child process."""
-
-    world: int = 1
-    """Ranks that train together, each on a device of its own."""
-    shards: int | None = None
-    """Ranks that share the model; None if each has a whole one."""
-    rank: int | None = None
-    """Rank of a process that trains; None in one that runs the steps of a rank without the other ranks."""
 
 
 class SetupInfo(Record, frozen=True, kw_only=True):
@@ -170,9 +167,8 @@ def open_setup(
         ema=options.ema,
         whole_batch=options.target_batch if isinstance(workload.loss, WholeBatchLoss) else None,
         keeps_batches=options.command == "plan" and role.shards is None,
-        world=role.world,
         sharding=sharding,
-        shards=role.shards,
+        role=role,
     )
 
 
@@ -256,7 +252,7 @@ def describe_setup(setup: Setup) -> SetupInfo:
         allocator=setup.device.allocator_config,
         largest_sample=setup.worst_case.largest(),
         data=data,
-        shards=setup.shards,
+        shards=setup.role.shards,
         notes=[
             *device.notes,
             *stream_notes(workload.train_data),
@@ -320,8 +316,8 @@ def setup_key(setup: Setup, device: DeviceRecord) -> dict[str, KeyValue]:
         **device_key(setup),
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
-        "world_size": setup.world,
-        "parallel": None if setup.shards is None else f"shard over {setup.shards}",
+        "world_size": setup.role.world,
+        "parallel": None if setup.role.shards is None else f"shard over {setup.role.shards}",
         "keeps_batches": 1 if setup.keeps_batches else None,
     }
 

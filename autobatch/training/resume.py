@@ -279,7 +279,7 @@ def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, option
     changes = {
         "--split": options.split not in ("auto", plan.split),
         "sizes of the samples": cut is not None and (sizes is None or sizes_digest(sizes) != cut.digest),
-        "--parallel": setup.shards != shards_of(plan),
+        "--parallel": setup.role.shards != shards_of(plan),
         "number of ranks": len(of_ranks) != ranks.world,
     }
     if len(of_ranks) == ranks.world:

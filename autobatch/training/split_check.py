@@ -154,7 +154,7 @@ def examine(setup: Setup, micro_batch: int, ids: Sequence[int] | None = None) ->
     """
     # The loss scale of fp16 would change between passes.
     precision = "fp32" if setup.precision == "fp16" else setup.precision
-    setup = replace(setup, knobs={}, world=1, ema=None, precision=precision)
+    setup = replace(setup, knobs={}, ema=None, precision=precision)
     try:
         with preserved_random_state():
             samples = _read(setup, ids)

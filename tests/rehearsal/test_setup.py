@@ -89,7 +89,7 @@ def test_ranks_that_share_a_model_refuse_a_loss_over_the_batch_before_a_probe() 
     contrastive = make_workload(loss=INFO_NCE)
     with pytest.raises(InputError, match="a WholeBatchLoss runs two passes over a batch, and ranks that sh"):
         opened(contrastive, Role(world=2, shards=2))
-    assert opened(contrastive, Role(world=2)).world == 2
+    assert opened(contrastive, Role(world=2)).role.world == 2
 
 
 @pytest.mark.parametrize(
