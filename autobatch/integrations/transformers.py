@@ -79,7 +79,9 @@ def plan(trainer: Any, *, target_batch: int, **options: Unpack[Keywords]) -> Lib
     )
     with on_host(trainer.model):
         copied.model = _prepared(copy.deepcopy(trainer.model), args)
-        planned = plan_for(_workload(copied, trainer.model), loop, target_batch, **options)
+        if (own := trainer.optimizer) is not None:
+            copied.optimizer = rebuilt(getattr(own, "optimizer", own), trainer.model, copied.model)
+        planned = plan_for(workload(copied), loop, target_batch, **options)
     args.per_device_train_batch_size = planned.micro_batch
     args.gradient_accumulation_steps = planned.accumulation_steps
     if trainer.optimizer is None:
@@ -101,36 +103,31 @@ def workload(trainer: Any) -> Workload:
     Raises:
         InputError: the trainer has no training data.
     """
-    return _workload(trainer, trainer.model)
-
-
-def _workload(trainer: Any, original: nn.Module) -> Workload:
-    """Build the workload of a trainer, or of its copy; ``original`` is the model that its optimizer knows."""
     if trainer.train_dataset is None:
         raise InputError("the Trainer has no train_dataset: give it one before you plan")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a batch size that is about to change
         parts = parts_of(trainer.get_train_dataloader())
+    own = trainer.optimizer
 
     def optimizer(model: nn.Module, _: float) -> Any:
-        own = trainer.optimizer
         if own is not None:
-            return rebuilt(getattr(own, "optimizer", own), original, model)
+            return rebuilt(getattr(own, "optimizer", own), trainer.model, model)
         maker = copy.copy(trainer)  # which keeps the model and the optimizer
         maker.model = model
         return maker.create_optimizer()
 
-    rate = float(trainer.args.learning_rate)
-    if trainer.optimizer is not None:
-        group = trainer.optimizer.param_groups[0]
-        rate = float(group.get("initial_lr", group["lr"]))  # a schedule may have changed it
+    rate = trainer.args.learning_rate
+    if own is not None:
+        group = own.param_groups[0]
+        rate = group.get("initial_lr", group["lr"])  # a schedule may have changed it
     return Workload(
         model=lambda: trainer.model,
         train_data=parts["train_data"],
         collate=parts["collate"],
         loss=partial(_loss, trainer),
         optimizer=optimizer,
-        learning_rate=rate,
+        learning_rate=float(rate),
         name=type(trainer.model).__name__,
     )
 
@@ -199,7 +196,7 @@ def _ask_for_scaling(trainer: Any) -> tuple[bool, list[str]]:
     Returns:
         True if it does, and a remark if the trainer takes the loss for another kind.
     """
-    two = scanned(_workload(trainer, trainer.model), most=2)
+    two = scanned(workload(trainer), most=2)
     asked, model, losses = copy.copy(trainer), trainer.model, []
     asked.args = copy.copy(trainer.args)
     modes = [(module, module.training) for module in model.modules()]
