@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from autobatch.api.run import check_data_of_ranks
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.knobs import LOADER_WORKERS
 from autobatch.core.options import Options
@@ -34,7 +35,7 @@ from autobatch.step.train_step import StepResult, finish, run_backward
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.data_digest import check_same_data, digest_data
+from autobatch.workload.data_digest import digest_data
 from autobatch.workload.feed import Feed, open_feed
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, order_digest
 from autobatch.workload.reference import WorkloadSource, find_workload
@@ -355,8 +356,7 @@ def _sampler_of(workload: Workload, ranks: Ranks, options: Options) -> GlobalBat
     if ranks.world > 1 and stream is None:
         digest = None if sampler.order is None else order_digest(sampler.order)
         ranks.check_equal({"number of batches": sampler.total, "order of the sampler": digest})
-        names = [f"rank {rank}" for rank in range(ranks.world)]
-        check_same_data(ranks.gather(digest_data(workload.train_data)), names)
+        check_data_of_ranks(digest_data(workload.train_data), ranks)
     return sampler
 
 
