@@ -18,8 +18,7 @@ import msgspec
 from autobatch.api.pipeline import run_command, run_estimate
 from autobatch.api.run import Run, joined_ranks
 from autobatch.core.errors import InputError
-from autobatch.core.keywords import Keywords, listing_keywords
-from autobatch.core.options import options_from
+from autobatch.core.options import Keywords, listing_keywords, options_from
 from autobatch.core.progress import Broadcast, Progress
 from autobatch.core.text import one_line
 from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResult, Result, TuneResult

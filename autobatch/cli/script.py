@@ -48,12 +48,14 @@ OPTIONS
   autobatch probe -- python train.py --batch_size={}
   autobatch fit --target-batch 480 -- python train.py --batch_size={} --accumulate={steps}"""
 Count = Annotated[int, Meta(ge=1, le=10**9, description="a whole number of 1 or more")]
-"""Steps or seconds; a timer takes no more."""
-SECONDS = Option("Time for three optimizer steps of a run.", "S", name="seconds", type=Count, default=300)
+Time = Annotated[int, Meta(ge=1, le=10**9, title="S", description="a whole number of 1 or more")]
+"""Seconds; a timer takes no more."""
+File = Annotated[str, Meta(title="FILE", description="a file")]
+SECONDS = Option("Time for three optimizer steps of a run.", 300, name="seconds", type=Time)
 RECORDING = (
-    Option("The snapshot; other ranks write beside it. (required)", "FILE", name="out", type=str),
+    Option("The snapshot; other ranks write beside it. (required)", name="out", type=File),
     Option("Write it after N steps of an optimizer.", name="steps", type=Count),
-    Option("Write it after this time.", "S", name="seconds", type=Count),
+    Option("Write it after this time.", name="seconds", type=Time),
 )
 """Options of ``record``."""
 

@@ -1,18 +1,33 @@
-"""Every option, declared once: its type, its default, its help, and the commands that take it.
+"""Every option: its type, its default, its help, and the commands that take it.
 
 Words of the command line, the config file and keywords of library calls all go through `options_from`.
-Nothing here imports torch.
+Editors and type checkers read `Keywords`, and a test compares them with the options. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Self,
+    TypedDict,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
@@ -50,18 +65,24 @@ Processes = Annotated[int, Meta(ge=0, le=1024, description="a whole number from 
 Ranks = Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")]
 Seed = Annotated[int, Meta(ge=0, le=2**31 - 1, description="a whole number from 0 to 2147483647")]
 """Seeds that every generator accepts: NumPy's end at 32 bits, and the sampler counts up from here."""
-Positive = Annotated[float, Meta(gt=0, description="a number over 0")]
-Decay = Annotated[float, Meta(gt=0, lt=1, description="a number over 0 and under 1")]
-Text = Annotated[str, Meta(pattern=f"^{TEXT}*$", description="text in UTF-8 without NUL")]
-Size = Annotated[str, Meta(pattern=f"^{TEXT}*$", description="a size like 6GiB or 80%")]
+Seconds = Annotated[float, Meta(gt=0, title="SECONDS", description="a number over 0")]
+Norm = Annotated[float, Meta(gt=0, title="NORM", description="a number over 0")]
+Decay = Annotated[float, Meta(gt=0, lt=1, title="DECAY", description="a number over 0 and under 1")]
+Text = Annotated[str, Meta(pattern=f"^{TEXT}*$", title="NAME", description="text in UTF-8 without NUL")]
+File = Annotated[str, Meta(pattern=f"^{TEXT}*$", title="[N=]FILE")]
+Folder = Annotated[str, Meta(pattern=f"^{TEXT}*$", title="DIR", description="text in UTF-8 without NUL")]
+Size = Annotated[str, Meta(pattern=f"^{TEXT}*$", title="SIZE", description="a size like 6GiB or 80%")]
 _DEVICE = f"^(auto|cpu|cuda(:[0-9]+)?|sim:{TEXT}+)\\Z"
-DeviceName = Annotated[str, Meta(pattern=_DEVICE, description="auto, cuda, cuda:N, cpu or sim:PROFILE")]
+DeviceName = Annotated[
+    str, Meta(pattern=_DEVICE, title="DEVICE", description="auto, cuda, cuda:N, cpu or sim:PROFILE")
+]
 _TIME = r"^[0-9]{1,9}(\.[0-9]{1,9})?(min|h)\Z"
 Duration = Annotated[str, Meta(pattern=_TIME, description="a time like 15min or 2h")]
 _COUNTS = f"^{COUNT}(,{COUNT})*\\Z"
 RankCounts = Annotated[str, Meta(pattern=_COUNTS, description="several in estimate, like 1,2,4")]
 SplitCheck = Literal["error", "note", "off"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+CallT = TypeVar("CallT", bound=Callable[..., Any])
 OTHER_NAMES = {
     "batch_size": "target_batch micro_batch",
     "gradient_accumulation_steps": "target_batch",
@@ -99,22 +120,21 @@ REMOVED = {
 
 
 class Option(NamedTuple):
-    """One option: what `OPTIONS` declares, completed from the field of `Options`."""
+    """One option, as a field of `Options` declares it."""
 
     text: str
-    metavar: str = "N"
-    """Placeholder of the value, unless the option is a switch or lists its choices."""
+    default: Any = None
+    group: str = ""
+    """Its group in the help."""
     commands: tuple[str, ...] = ()
-    """Commands that take the option; in a declaration, empty for those of its group."""
+    """Commands that take it."""
     rare: bool = False
-    """True if only ``--help-all`` shows the option, not ``--help``."""
+    """True if only ``--help-all`` shows it, not ``--help``."""
     check: Callable[[Any], object] | None = None
     """Raises `InputError` for a value that its type accepts, and that is wrong."""
-    group: str = ""
     name: str = ""
     type: Any = None
-    """With the ranges of numbers and the patterns of text."""
-    default: Any = None
+    """With the ranges of numbers, the patterns of text, and their words."""
 
     @property
     def choices(self) -> list[str]:
@@ -122,28 +142,34 @@ class Option(NamedTuple):
         return [part for part in _parts(self.type) if isinstance(part, str)]
 
     @property
+    def limits(self) -> list[Meta]:
+        """The limits of its type, with their words."""
+        return [part for part in _parts(self.type) if isinstance(part, Meta)]
+
+    @property
     def placeholder(self) -> str:
         """Its value in the help; empty for a switch."""
-        listed = f"{{{','.join(self.choices)}}}" if self.choices else self.metavar
+        titles = [limit.title for limit in self.limits if limit.title]
+        listed = f"{{{','.join(self.choices)}}}" if self.choices else [*titles, "N"][0]
         return "" if self.is_switch else listed
 
     @property
     def is_switch(self) -> bool:
         """True if it is on or off."""
-        return bool in _parts(self.type)
+        return self.type is bool
 
     @property
     def is_list(self) -> bool:
         """True if it takes several values."""
-        return any(get_origin(part) is list for part in _parts(self.type))
+        return get_origin(self.type) is list
 
     @property
     def expected(self) -> str:
         """The values that it takes, in words: ``a whole number of 1 or more``."""
         if self.choices:
             return f"one {'or more ' * self.is_list}of {', '.join(self.choices)}"
-        words = [str(part.description) for part in _parts(self.type) if isinstance(part, Meta)]
-        return "one or more names" if self.is_list else " or ".join(words) or "true or false"
+        words = " or ".join(limit.description or "" for limit in self.limits)
+        return "one or more names" if self.is_list else words or "true or false"
 
     def convert(self, value: Any, label: str) -> Any:
         """Return a value, plain or as text, in the type of the option.
@@ -166,148 +192,127 @@ class Option(NamedTuple):
         raise InputError(f"{label} must be {self.expected}, found {shown}")
 
 
-OPTIONS = {
-    "batch": {
-        "target_batch": Option("Samples per optimizer step, exactly.", commands=(*PLANS, "estimate")),
-        "split": Option(
-            "Split by count, or by size to save padding. auto: by size if it pays off.", rare=True
-        ),
-        "split_check": Option(
-            "What to do if a loss cannot be split exactly. Without it: error in fit, note in plan.",
-            commands=("fit", "plan"),
-            rare=True,
-        ),
-        "lr_rule": Option("Scale the rate with the batch."),
-        "base_batch": Option("Batch that the rate was tuned for. Without it: the workload's base_batch."),
-    },
-    "model": {
-        "sequence": Option("hf: tokens of each sequence, else up to 2048."),
-        "lora": Option("hf: train adapters of this rank, not the weights.", "RANK"),
-        "checkpointing": Option("hf: recompute the activations of each block."),
-    },
-    "devices": {
-        "device": Option("auto, cuda, cuda:N, cpu, sim:PROFILE.", "DEVICE"),
-        "memory_budget": Option(
-            "Memory that the allocator may hold, as 6GiB or 80%. Without it: what is free, less a headroom.",
-            "SIZE",
-            check=partial(parse_budget, whole_bytes=TiB),
-        ),
-        "precision": Option("Precision of the forward pass."),
-        "gradient_dtype": Option(
-            "Type in which gradients of 16-bit weights are summed. weights: half the memory, but rounded.",
-            rare=True,
-        ),
-        "seed": Option("Seed of the weights, the data order and the trials.", rare=True),
-        "ranks": Option("Processes, one per GPU (estimate: also 1,2,4,8)."),
-        "parallel": Option(
-            "A whole model for each rank (DDP), or a part of it (FSDP2). auto: shard if none fits whole.",
-            rare=True,
-        ),
-        "collective_timeout": Option(
-            "End the run if a rank lets the others wait longer.", "SECONDS", ("fit",), rare=True
-        ),
-    },
-    "search": {
-        "max_micro_batch": Option("Largest micro-batch."),
-        "micro_batch_multiple": Option("Micro-batches are multiples of N.", rare=True),
-        "micro_batch": Option("Only look at this micro-batch.", commands=("probe", "estimate")),
-        "profile": Option(
-            "Hardware profiles. Without it: the GPU of sim:PROFILE, else all.", "NAME", ("estimate",)
-        ),
-        "snapshot": Option(
-            "Memory snapshots, in place of a WORKLOAD: see record.", "[N=]FILE", ("estimate",)
-        ),
-    },
-    "training": {
-        "steps": Option("Optimizer steps to train."),
-        "epochs": Option("Passes over the data. Without --steps: 1."),
-        "max_grad_norm": Option("Clip the gradient of each step to this norm.", "NORM", RUNS, rare=True),
-        "ema": Option("Average the weights with this decay, as 0.999.", "DECAY", RUNS, rare=True),
-        "on_nonfinite": Option(
-            "Stop at a loss or gradient that is not finite, or skip up to 3 such steps in a row.", rare=True
-        ),
-        "workers": Option("Loader processes. Without it: 0, or as tuned."),
-        "validate_every": Option("Validate every N steps, and at the end."),
-        "checkpoint_every": Option("Save every N steps, or 15min, and at the end."),
-        "log": Option(
-            "Also log to this tracker, whose package must be installed; may be repeated.", rare=True
-        ),
-        "keep_last": Option("Checkpoints to keep.", rare=True),
-        "resume": Option("Continue from the newest valid checkpoint."),
-        "out": Option("Folder of the run. Without it: runs/NAME/DATE.", "DIR"),
-    },
-    "tuning": {
-        "trials": Option("Configurations to measure, 0 for none. Without it: 8, or fewer in fit."),
-        "timeout": Option("Start no trial after this time.", "SECONDS", rare=True),
-        "knobs": Option(
-            "Knobs to tune, as precision,optimizer. Without it: all that pay off and change no number.",
-            "NAMES",
-            rare=True,
-            check=parse_knobs,
-        ),
-        "tune_lr": Option("Also try learning rates, and use a better one."),
-    },
-    "output": {
-        "json": Option("Print one JSON object to stdout, all else to stderr."),
-        "quiet": Option("Print the result, but no progress.", rare=True),
-        "verbose": Option("Print the traceback of an error.", rare=True),
-    },
-}
-"""The options in the groups of the help; `Options` has their types and defaults."""
+def option(group: str, text: str, default: Any = None, **more: Any) -> Any:
+    """Return a field of `Options` with its `Option`, which the commands of its group take by default."""
+    declared = Option(text, default, group, **{"commands": TAKEN_BY[group], **more})
+    return field(default_factory=lambda: [] if default == [] else default, metadata={"option": declared})
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a run, which `OPTIONS` describes; those that its command does not take have defaults."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a run; those that its command does not take have their defaults."""
 
     command: str = "fit"
     """The command or library call that they were given to."""
 
-    target_batch: AtLeastOne | None = None
-    split: Literal["auto", "count", "size"] = "auto"
-    split_check: SplitCheck | None = None
-    lr_rule: LearningRateRule = "none"
-    base_batch: AtLeastOne | None = None
+    target_batch: AtLeastOne | None = option(
+        "batch", "Samples per optimizer step, exactly.", commands=(*PLANS, "estimate")
+    )
+    split: Literal["auto", "count", "size"] = option(
+        "batch",
+        "Split by count, or by size to save padding. auto: by size if it pays off.",
+        "auto",
+        rare=True,
+    )
+    split_check: SplitCheck | None = option(
+        "batch",
+        "What to do if a loss cannot be split exactly. Without it: error in fit, note in plan.",
+        commands=("fit", "plan"),
+        rare=True,
+    )
+    lr_rule: LearningRateRule = option("batch", "Scale the rate with the batch.", "none")
+    base_batch: AtLeastOne | None = option(
+        "batch", "Batch that the rate was tuned for. Without it: the workload's base_batch."
+    )
 
-    sequence: AtLeastOne | None = None
-    lora: AtLeastOne | None = None
-    checkpointing: bool = False
+    sequence: AtLeastOne | None = option("model", "hf: tokens of each sequence, else up to 2048.")
+    lora: AtLeastOne | None = option("model", "hf: train adapters of this rank, not the weights.")
+    checkpointing: bool = option("model", "hf: recompute the activations of each block.", False)
 
-    device: DeviceName = "auto"
-    memory_budget: AtLeastOne | Size | None = None
-    precision: Precision = "fp32"
-    gradient_dtype: Literal["auto", "fp32", "weights"] = "auto"
-    seed: Seed = 0
-    ranks: Ranks | RankCounts | None = None
-    parallel: Literal["auto", "replicate", "shard"] = "auto"
-    collective_timeout: Positive = 1800.0
+    device: DeviceName = option("devices", "auto, cuda, cuda:N, cpu, sim:PROFILE.", "auto")
+    memory_budget: AtLeastOne | Size | None = option(
+        "devices",
+        "Memory that the allocator may hold, as 6GiB or 80%. Without it: what is free, less a headroom.",
+        check=partial(parse_budget, whole_bytes=TiB),
+    )
+    precision: Precision = option("devices", "Precision of the forward pass.", "fp32")
+    gradient_dtype: Literal["auto", "fp32", "weights"] = option(
+        "devices",
+        "Type in which gradients of 16-bit weights are summed. weights: half the memory, but rounded.",
+        "auto",
+        rare=True,
+    )
+    seed: Seed = option("devices", "Seed of the weights, the data order and the trials.", 0, rare=True)
+    ranks: Ranks | RankCounts | None = option("devices", "Processes, one per GPU (estimate: also 1,2,4,8).")
+    parallel: Literal["auto", "replicate", "shard"] = option(
+        "devices",
+        "A whole model for each rank (DDP), or a part of it (FSDP2). auto: shard if none fits whole.",
+        "auto",
+        rare=True,
+    )
+    collective_timeout: Seconds = option(
+        "devices", "End the run if a rank lets the others wait longer.", 1800.0, commands=("fit",), rare=True
+    )
 
-    max_micro_batch: AtLeastOne | None = None
-    micro_batch_multiple: AtLeastOne = 1
-    micro_batch: AtLeastOne | None = None
-    profile: list[Text] = []
-    snapshot: list[Text] = []
+    max_micro_batch: AtLeastOne | None = option("search", "Largest micro-batch.")
+    micro_batch_multiple: AtLeastOne = option("search", "Micro-batches are multiples of N.", 1, rare=True)
+    micro_batch: AtLeastOne | None = option(
+        "search", "Only look at this micro-batch.", commands=("probe", "estimate")
+    )
+    profile: list[Text] = option(
+        "search",
+        "Hardware profiles. Without it: the GPU of sim:PROFILE, else all.",
+        [],
+        commands=("estimate",),
+    )
+    snapshot: list[File] = option(
+        "search", "Memory snapshots, in place of a WORKLOAD: see record.", [], commands=("estimate",)
+    )
 
-    steps: AtLeastOne | None = None
-    epochs: AtLeastOne | None = None
-    max_grad_norm: Positive | None = None
-    ema: Decay | None = None
-    on_nonfinite: Literal["raise", "skip"] = "raise"
-    workers: Processes | None = None
-    validate_every: AtLeastOne | None = None
-    checkpoint_every: AtLeastOne | Duration | None = None
-    log: list[Tracker] = []
-    keep_last: AtLeastTwo = 3
-    resume: bool = False
-    out: Text | None = None
+    steps: AtLeastOne | None = option("training", "Optimizer steps to train.")
+    epochs: AtLeastOne | None = option("training", "Passes over the data. Without --steps: 1.")
+    max_grad_norm: Norm | None = option(
+        "training", "Clip the gradient of each step to this norm.", commands=RUNS, rare=True
+    )
+    ema: Decay | None = option(
+        "training", "Average the weights with this decay, as 0.999.", commands=RUNS, rare=True
+    )
+    on_nonfinite: Literal["raise", "skip"] = option(
+        "training",
+        "Stop at a loss or gradient that is not finite, or skip up to 3 such steps in a row.",
+        "raise",
+        rare=True,
+    )
+    workers: Processes | None = option("training", "Loader processes. Without it: 0, or as tuned.")
+    validate_every: AtLeastOne | None = option("training", "Validate every N steps, and at the end.")
+    checkpoint_every: AtLeastOne | Duration | None = option(
+        "training", "Save every N steps, or 15min, and at the end."
+    )
+    log: list[Tracker] = option(
+        "training",
+        "Also log to this tracker, whose package must be installed; may be repeated.",
+        [],
+        rare=True,
+    )
+    keep_last: AtLeastTwo = option("training", "Checkpoints to keep.", 3, rare=True)
+    resume: bool = option("training", "Continue from the newest valid checkpoint.", False)
+    out: Folder | None = option("training", "Folder of the run. Without it: runs/NAME/DATE.")
 
-    trials: AtLeastZero | None = None
-    timeout: Positive | None = None
-    knobs: Text | None = None
-    tune_lr: bool = False
+    trials: AtLeastZero | None = option(
+        "tuning", "Configurations to measure, 0 for none. Without it: 8, or fewer in fit."
+    )
+    timeout: Seconds | None = option("tuning", "Start no trial after this time.", rare=True)
+    knobs: Text | None = option(
+        "tuning",
+        "Knobs to tune, as precision,optimizer. Without it: all that pay off and change no number.",
+        rare=True,
+        check=parse_knobs,
+    )
+    tune_lr: bool = option("tuning", "Also try learning rates, and use a better one.", False)
 
-    json: bool = False
-    quiet: bool = False
-    verbose: bool = False
+    json: bool = option("output", "Print one JSON object to stdout, all else to stderr.", False)
+    quiet: bool = option("output", "Print the result, but no progress.", False, rare=True)
+    verbose: bool = option("output", "Print the traceback of an error.", False, rare=True)
 
     @property
     def rank_counts(self) -> list[int]:
@@ -329,7 +334,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_values(self, **values: Any) -> Self:
         """Return these options with other values, by the names of the options."""
-        return msgspec.structs.replace(self, **values)
+        return replace(self, **values)
 
     def by_name(self) -> dict[str, Any]:
         """Return the value of each option that the command takes."""
@@ -346,17 +351,11 @@ def _parts(kind: Any) -> Iterator[Any]:
 @cache
 def all_fields() -> dict[str, Option]:
     """Return every option by its name."""
-    fields = {field.name: field for field in msgspec.structs.fields(Options)}
+    types = get_type_hints(Options, include_extras=True)
     return {
-        name: option._replace(
-            commands=option.commands or TAKEN_BY[group],
-            group=group,
-            name=name,
-            type=fields[name].type,
-            default=[] if fields[name].default is msgspec.NODEFAULT else fields[name].default,
-        )
-        for group, options in OPTIONS.items()
-        for name, option in options.items()
+        one.name: one.metadata["option"]._replace(name=one.name, type=types[one.name])
+        for one in fields(Options)
+        if one.metadata
     }
 
 
@@ -366,9 +365,7 @@ def fields_of(command: str) -> dict[str, Option]:
     return {name: field for name, field in all_fields().items() if command in field.commands}
 
 
-def options_from(
-    command: str, values: Mapping[str, Any], *, names: Mapping[str, str] | None = None
-) -> Options:
+def options_from(command: str, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> Options:
     """Check values, plain or as text, and build the options of a command from them.
 
     Args:
@@ -379,21 +376,21 @@ def options_from(
     Raises:
         InputError: an option is unknown, missing or has a wrong value; the message names it and the value.
     """
-    fields = fields_of(command)
-    labels = {name: name for name in (*fields, *values)} | dict(names or {})
+    known = fields_of(command)
+    labels = {name: name for name in (*known, *values)} | dict(names or {})
     given: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in fields:
-            raise InputError(unknown_option(labels[name], fields, command=command))
-        given[name] = fields[name].convert(value, labels[name])
+        if name not in known:
+            raise InputError(unknown_option(labels[name], known, command=command))
+        given[name] = known[name].convert(value, labels[name])
         try:
-            if (check := fields[name].check) and given[name] is not None:
+            if (check := known[name].check) and given[name] is not None:
                 check(given[name])
         except InputError as error:
             raise InputError(f"{labels[name]}: {error}") from None
     options = Options(command=command, **given)
     if command in PLANS and options.target_batch is None:
-        raise InputError(f"{labels['target_batch']} is missing: give {fields['target_batch'].expected}")
+        raise InputError(f"{labels['target_batch']} is missing: give {known['target_batch'].expected}")
     if command != "estimate" and isinstance(options.ranks, str):
         raise InputError(f"{labels['ranks']} must be a whole number from 1 to 1024, found {options.ranks!r}")
     if options.steps is not None and options.epochs is not None:
@@ -425,3 +422,58 @@ def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> st
     hints = [f"did you mean {known[name]}?" for name in near if name in known]
     hints += [f"see autobatch {command} --help-all" if command else f"there are: {', '.join(sorted(names))}"]
     return f"there is no option {printable(asked, limit=LONGEST_VALUE)}; {hints[0]}"
+
+
+class Keywords(TypedDict, total=False):
+    """Keywords of all calls. A call refuses those that its command does not take."""
+
+    split: Literal["auto", "count", "size"]
+    split_check: SplitCheck | None
+    lr_rule: LearningRateRule
+    base_batch: int | None
+    device: str
+    memory_budget: str | int | None
+    precision: Precision
+    gradient_dtype: Literal["auto", "fp32", "weights"]
+    seed: int
+    max_micro_batch: int | None
+    micro_batch_multiple: int
+    micro_batch: int | None
+    profile: str | Sequence[str]
+    snapshot: str | Sequence[str]
+    steps: int | None
+    epochs: int | None
+    max_grad_norm: float | None
+    ema: float | None
+    on_nonfinite: Literal["raise", "skip"]
+    workers: int | None
+    validate_every: int | None
+    checkpoint_every: int | str | None
+    log: Tracker | Sequence[Tracker]
+    keep_last: int
+    resume: bool
+    out: str | os.PathLike[str] | None
+    trials: int | None
+    timeout: float | None
+    knobs: str | None
+    tune_lr: bool
+    sequence: int | None
+    lora: int | None
+    checkpointing: bool
+    ranks: int | str | None
+    parallel: Literal["auto", "replicate", "shard"]
+    collective_timeout: float
+
+
+def listing_keywords(call: CallT) -> CallT:
+    """Add every keyword of a call to its docstring and to the signature that ``help`` shows."""
+    fields = [field for name, field in fields_of(call.__name__).items() if name in Keywords.__annotations__]
+    lines = [f"    {one.name} ({one.expected}, default {one.default!r}): {one.text}" for one in fields]
+    call.__doc__ = "\n".join([inspect.cleandoc(call.__doc__ or ""), "", "Keywords:", *lines])
+    named = [*inspect.signature(call).parameters.values()][:-1]
+    more = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+        for field in fields
+    ]
+    call.__signature__ = inspect.signature(call).replace(parameters=[*named, *more])  # type: ignore[attr-defined]
+    return call

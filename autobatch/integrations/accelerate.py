@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from autobatch.core.keywords import Keywords
+from autobatch.core.options import Keywords
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from autobatch.api import library
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.keywords import Keywords
+from autobatch.core.options import Keywords
 from autobatch.distributed.group import join_existing
 from autobatch.planning import even_split, even_split_note
 from autobatch.report.result import PlanResult

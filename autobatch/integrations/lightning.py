@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
-from autobatch.core.keywords import Keywords
+from autobatch.core.options import Keywords
 from autobatch.core.records import Precision
 from autobatch.integrations.library_plan import (
     LibraryLoop,

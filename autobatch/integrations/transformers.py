@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.core.keywords import Keywords
+from autobatch.core.options import Keywords
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import autobatch
 from autobatch import InputError
-from autobatch.core.keywords import Keywords
-from autobatch.core.options import COMMANDS, PLANS, all_fields, fields_of
+from autobatch.core.options import COMMANDS, PLANS, Keywords, all_fields, fields_of
 from tests.support.options import as_options, required
 
 
