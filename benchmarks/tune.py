@@ -29,14 +29,14 @@ import torch
 
 from autobatch import Progress, Workload
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
+from autobatch.core.knobs import Configuration
 from autobatch.core.options import Options
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import open_setup
 from autobatch.search.find_limit import find_limit
 from autobatch.tuning.compare import ROUNDS
 from autobatch.tuning.fastest import Search
-from autobatch.tuning.space import changes, look_at_workload
+from autobatch.tuning.space import Knob, changes, choose_knobs, defaults, knobs_of
 from autobatch.tuning.trial import Trials
 from benchmarks.report import arguments, markdown, save
 from benchmarks.workloads import WORKLOADS
@@ -47,7 +47,7 @@ TARGET, GRID_ROUNDS = 512, 5
 KNOBS = ("micro_batch_shift", "precision", "channels_last", "optimizer")
 
 
-def open_trials(workload: Workload, memory_budget: str) -> tuple[Trials, list[SearchAxis]]:
+def open_trials(workload: Workload, memory_budget: str) -> tuple[Trials, list[Knob]]:
     """Probe a workload, and return its trials and the choices of its knobs."""
     options = Options().with_values(target_batch=TARGET, memory_budget=memory_budget, device="cpu")
     setup = dataclasses.replace(open_setup(workload, options), clock=time.process_time)
@@ -55,8 +55,8 @@ def open_trials(workload: Workload, memory_budget: str) -> tuple[Trials, list[Se
     with tempfile.TemporaryDirectory() as home:
         found = find_limit(process, options, share=TARGET, home=Path(home), progress=Progress())
     limit = found.probe.micro_batch
-    axes, _ = applicable(look_at_workload(setup, limit, 1000, None), KNOBS)
-    return Trials(process=process, limit=limit, samples=TARGET), axes
+    knobs, _, _ = choose_knobs(knobs_of(setup, limit, 1000, None), KNOBS)
+    return Trials(process=process, limit=limit, samples=TARGET), knobs
 
 
 def speed_ratio(trials: Trials, changed: Configuration) -> float:
@@ -68,10 +68,10 @@ def speed_ratio(trials: Trials, changed: Configuration) -> float:
         return 0.0
 
 
-def measure_grid(trials: Trials, axes: list[SearchAxis]) -> dict[tuple[Any, ...], float]:
+def measure_grid(trials: Trials, knobs: list[Knob]) -> dict[tuple[Any, ...], float]:
     """Measure every configuration in every round, in a new order for each, beside the default."""
-    names, default = [axis.name for axis in axes], defaults(axes)
-    points = list(itertools.product(*(axis.choices for axis in axes)))
+    names, default = [knob.name for knob in knobs], defaults(knobs)
+    points = list(itertools.product(*(knob.choices for knob in knobs)))
     ratios: dict[tuple[Any, ...], list[float]] = {point: [] for point in points}
     for number in range(GRID_ROUNDS):
         random.Random(number).shuffle(points)
@@ -83,18 +83,18 @@ def measure_grid(trials: Trials, axes: list[SearchAxis]) -> dict[tuple[Any, ...]
 
 def examine(name: str, budget: int) -> dict[str, Any]:
     """Tune a workload, measure the choice again, and measure the grid."""
-    trials, axes = open_trials(WORKLOADS[name](), BUDGETS[name])
+    trials, knobs = open_trials(WORKLOADS[name](), BUDGETS[name])
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
-    search = Search(trials=trials, study=study, axes=axes, budget=budget, progress=Progress())
+    search = Search(trials=trials, study=study, knobs=knobs, budget=budget, progress=Progress())
     clock = [time.process_time()]
     found = search.find()
     clock.append(time.process_time())
     again = median(speed_ratio(trials, found.changes) for _ in range(ROUNDS))
     clock.append(time.process_time())
-    grid = measure_grid(trials, axes)
+    grid = measure_grid(trials, knobs)
     clock.append(time.process_time())
-    chosen = tuple((defaults(axes) | found.changes).values())
+    chosen = tuple((defaults(knobs) | found.changes).values())
     return {
         "choice": found.changes,
         "at least": None if found.low is None else round(found.low, 3),

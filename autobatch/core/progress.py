@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autobatch.core.records import Attempt, DeviceRecord, LrTrial, Plan, Probe, StepRecord, Trial, Tuning
 from autobatch.core.text import one_line
-
-if TYPE_CHECKING:
-    from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Trial, Tuning
 
 
 class Progress:
@@ -39,9 +37,7 @@ class Progress:
     def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
         """Report a trial of the tuner, and the values of its configuration that differ from the default."""
 
-    def tried_rate(
-        self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
-    ) -> None:
+    def tried_rate(self, trial: LrTrial, of: int) -> None:
         """Report a learning rate that was tried."""
 
     def tuned(self, tuning: Tuning) -> None:
@@ -59,10 +55,9 @@ class Broadcast(Progress):
 
     def __init__(self, listeners: Sequence[Progress]) -> None:
         for event in (name for name in vars(Progress) if not name.startswith("_")):
-            setattr(self, event, partial(self._pass_on, [getattr(one, event) for one in listeners]))
+            setattr(self, event, partial(_pass_on, [getattr(one, event) for one in listeners]))
 
-    @staticmethod
-    def _pass_on(receivers: Sequence[Callable[..., None]], *args: Any, **fields: Any) -> None:
-        shown = [one_line(one) if isinstance(one, str) else one for one in args]
-        for receive in receivers:
-            receive(*shown, **fields)
+
+def _pass_on(receivers: Sequence[Any], *event: Any) -> None:
+    for receive in receivers:
+        receive(*(one_line(part) if isinstance(part, str) else part for part in event))

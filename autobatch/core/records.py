@@ -195,7 +195,7 @@ class LrTrial(Record, frozen=True, kw_only=True):
 
     number: int
     learning_rate: float
-    loss: float | None
+    loss: float | None = None
     """Mean over the last quarter of the run; None if it did not train."""
     note: str | None = None
     """Reason why it did not train."""

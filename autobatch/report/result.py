@@ -38,17 +38,15 @@ HEAD: dict[str, Any] = {"schema": SCHEMA, "autobatch": __version__}
 
 
 class Shown:
-    """A result as a terminal, a REPL and a notebook show it."""
-
-    def _run(self) -> Result:
-        """Return what is known, as the records of a run."""
-        raise NotImplementedError
+    """A result as a terminal, a REPL and a notebook show it; each kind of result gives its `_text`."""
 
     def _text(self) -> str:
-        """Return the facts, one per line."""
-        run = self._run()
-        facts = [fact for fact in final_facts(run, out=run.out) if fact.label != "report"]
-        return "\n".join(f"{fact.label:<10} {fact.text}" for fact in facts)
+        """Return what it says, in lines."""
+        raise NotImplementedError
+
+    def _charts(self) -> list[str]:
+        """Return the charts that a notebook shows below the text, as HTML."""
+        return []
 
     def __str__(self) -> str:
         """Return the summary that a terminal shows."""
@@ -59,20 +57,8 @@ class Shown:
         return f"<{type(self).__name__}: {first}>"
 
     def _repr_html_(self) -> str:
-        """Return the summary with the charts of the run, without a style sheet: a notebook has its own."""
-        # Imported here: matplotlib takes half a second, and only a notebook needs it.
-        from autobatch.report.charts import pictures_of
-
-        run = self._run()
-        with suppress(InputError):  # its folder may be gone, or have another run
-            stored = None if run.out is None else load_run(run.out)
-            if stored is not None and stored.created == run.created:
-                run = msgspec.structs.replace(run, metrics=stored.metrics)
-        charts = [
-            f'<div style="max-width:600px">{chart.svg}<p>{escape(chart.note)}</p></div>'
-            for chart in pictures_of(run).values()
-        ]
-        return printable_lines("\n".join([f"<pre>{escape(str(self))}</pre>", *charts]), limit=None)
+        """Return the summary and the charts, without a style sheet: a notebook has its own."""
+        return printable_lines("\n".join([f"<pre>{escape(str(self))}</pre>", *self._charts()]), limit=None)
 
 
 class Result(Shown, RunRecord, frozen=True, kw_only=True):
@@ -95,8 +81,23 @@ class Result(Shown, RunRecord, frozen=True, kw_only=True):
         names = parts or tuple(name for name in self.__struct_fields__ if name not in NOT_IN_JSON)
         return HEAD | {name: msgspec.to_builtins(getattr(self, name), enc_hook=str) for name in names}
 
-    def _run(self) -> Result:
-        return self
+    def _text(self) -> str:
+        facts = [fact for fact in final_facts(self, out=self.out) if fact.label != "report"]
+        return "\n".join(f"{fact.label:<10} {fact.text}" for fact in facts)
+
+    def _charts(self) -> list[str]:
+        # Imported here: matplotlib takes half a second, and only a notebook needs it.
+        from autobatch.report.charts import pictures_of
+
+        run: RunRecord = self
+        with suppress(InputError):  # its folder may be gone, or have another run
+            stored = None if self.out is None else load_run(self.out)
+            if stored is not None and stored.created == self.created:
+                run = msgspec.structs.replace(self, metrics=stored.metrics)
+        return [
+            f'<div style="max-width:600px">{chart.svg}<p>{escape(chart.note)}</p></div>'
+            for chart in pictures_of(run).values()
+        ]
 
 
 class TuneResult(Result, frozen=True, kw_only=True):
@@ -123,8 +124,8 @@ class ProbeResult(Shown, Probe, frozen=True, kw_only=True):
         """The probe, under its name in the JSON."""
         return self
 
-    def _run(self) -> Result:
-        return Result(device=self.device, probe=self)
+    def _text(self) -> str:
+        return str(Result(device=self.device, probe=self))
 
 
 class PlanResult(Shown, Plan, frozen=True, kw_only=True):
@@ -140,11 +141,9 @@ class PlanResult(Shown, Plan, frozen=True, kw_only=True):
         """The plan, under its name in the JSON."""
         return self
 
-    def _run(self) -> Result:
-        return Result(device=self.device, probe=self.probe, plan=self)
-
     def _text(self) -> str:
-        return "\n".join([super()._text(), *(f"note: {note}" for note in self.notes)])
+        run = Result(device=self.device, probe=self.probe, plan=self)
+        return "\n".join([str(run), *(f"note: {note}" for note in self.notes)])
 
 
 class Estimates(Shown, Record, frozen=True, kw_only=True):
@@ -168,9 +167,6 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         fits = ", ".join(f"{gpu.micro_batch} on {gpu.profile}" for gpu in self.estimates)
         return f"<Estimates: {printable(fits, limit=LONGEST_VALUE)}>"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def load_run(folder: Path) -> RunRecord:

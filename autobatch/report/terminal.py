@@ -24,7 +24,7 @@ from autobatch.report.tables import estimate_lines
 from autobatch.report.words import loss_in_words, metrics_in_words, plural, terms_in_words
 
 if TYPE_CHECKING:
-    from autobatch.core.records import Attempt, DeviceRecord, StepRecord, Trial
+    from autobatch.core.records import Attempt, DeviceRecord, LrTrial, StepRecord, Trial
     from autobatch.report.result import Estimates, Result
 
 
@@ -99,12 +99,10 @@ class Terminal(Progress):
         """Print a trial of the tuner."""
         self._say(f"trial   {trial.number + 1}/{of}  {describe_trial(trial, changes)}")
 
-    def tried_rate(
-        self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
-    ) -> None:
+    def tried_rate(self, trial: LrTrial, of: int) -> None:
         """Print a learning rate that was tried."""
-        figure = f"left out, {failure}" if failure else f"loss {loss:.4g}"
-        self._say(f"rate    {number}/{of}  {learning_rate:.3g}  {figure}")
+        figure = f"left out, {trial.note}" if trial.note else f"loss {trial.loss:.4g}"
+        self._say(f"rate    {trial.number + 1}/{of}  {trial.learning_rate:.3g}  {figure}")
 
     def saved(self, step: int) -> None:
         """Show the last checkpoint on the line of the training."""

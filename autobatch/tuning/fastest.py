@@ -25,16 +25,7 @@ from msgspec.structs import replace
 from optuna.distributions import CategoricalDistribution
 
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import (
-    PRECISION,
-    SPLIT,
-    Configuration,
-    SearchAxis,
-    applicable,
-    defaults,
-    offered,
-    parse_knobs,
-)
+from autobatch.core.knobs import PRECISION, SPLIT, Configuration, parse_knobs
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Trial, Tuning
@@ -43,7 +34,7 @@ from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.report.words import knobs_in_words
 from autobatch.tuning.compare import Comparison, compare
-from autobatch.tuning.space import changes, look_at_workload
+from autobatch.tuning.space import Knob, changes, choose_knobs, defaults, knobs_of
 from autobatch.tuning.study import open_study, run_trials, tried
 from autobatch.tuning.trial import Trials
 
@@ -61,10 +52,10 @@ class Search:
 
     trials: Trials
     study: optuna.Study
-    axes: Sequence[SearchAxis]
-    """The choices of each knob."""
-    offers: Sequence[SearchAxis] = ()
-    """Choices that are measured beside the answer, and never chosen."""
+    knobs: Sequence[Knob]
+    """Knobs to choose."""
+    offers: Sequence[Knob] = ()
+    """Knobs that are measured beside the answer, and never chosen."""
     budget: int = DEFAULT_TRIALS
     """Trials, with those of earlier runs and of other processes on the same study."""
     deadline: float = math.inf
@@ -80,7 +71,7 @@ class Search:
             AutobatchError: the file of the study failed.
             Exception: whatever the workload raises with every knob at its default, except out of memory.
         """
-        start, default = time.monotonic(), defaults(self.axes)
+        start, default = time.monotonic(), defaults(self.knobs)
         tuning = Tuning(best=default, study=self.study.study_name)
         self.progress.doing("measuring the default")
         try:
@@ -91,88 +82,82 @@ class Search:
         run_trials(
             self.study,
             partial(self._try, speed),
-            space={axis.name: CategoricalDistribution(axis.choices) for axis in self.axes},
+            space={knob.name: CategoricalDistribution(knob.choices) for knob in self.knobs},
             first=self._one_change_each,
             trials=self.budget,
             deadline=deadline,
         )
         history, best = tried(self.study, Trial), self._best().parameters
-        tuning = replace(
-            tuning,
-            trials=len(history),
-            history=history,
-            baseline_samples_per_s=speed,
-            best_samples_per_s=speed,
-        )
+        found: dict[str, Any] = {"baseline_samples_per_s": speed, "best_samples_per_s": speed}
         if best != default:
-            self.progress.doing("comparing the best with the default")
-            try:
-                beside = self._beside(default, best)
-            except Infeasible as reason:
-                note = f"kept the default: the fastest configuration fails: {reason}"
-                tuning = replace(tuning, notes=[note])
-            else:
-                if beside.is_faster:
-                    tuning = replace(
-                        tuning,
-                        best=best,
-                        changes=changes(best, default),
-                        baseline_samples_per_s=beside.base.samples_per_s,
-                        best_samples_per_s=beside.base.samples_per_s * beside.ratio,
-                        low=beside.low,
-                        high=beside.high,
-                    )
-        offers = [self._offer(tuning.best, axis) for axis in self.offers if time.monotonic() < deadline]
+            found |= self._beside_default(best)
+        tuning = replace(tuning, trials=len(history), history=history, **found)
+        offers = [self._offer(tuning.best, knob) for knob in self.offers if time.monotonic() < deadline]
         return replace(tuning, offers=[*filter(None, offers)])
 
     def _best(self) -> Trial:
         """Return the fastest trial so far, which is the default if no other one has shown to be faster."""
-        default = Trial(number=0, parameters=defaults(self.axes), relative=1.0)
+        default = Trial(number=0, parameters=defaults(self.knobs), relative=1.0)
         faster = [trial for trial in tried(self.study, Trial) if trial.is_faster]
         return max(faster, key=lambda trial: trial.relative or 0.0, default=default)
 
     def _one_change_each(self) -> list[dict[str, Any]]:
         """Return the default, and what differs in one knob from the best so far."""
         best = self._best().parameters
-        changed = [{**best, axis.name: choice} for axis in self.axes for choice in axis.choices]
-        return [defaults(self.axes), *(values for values in changed if values != best)]
+        changed = [{**best, knob.name: choice} for knob in self.knobs for choice in knob.choices]
+        return [defaults(self.knobs), *(values for values in changed if values != best)]
 
     def _try(self, speed: float, number: int, values: dict[str, Any]) -> tuple[float | None, Trial]:
         """Measure a configuration beside the best so far."""
-        best, default = self._best(), defaults(self.axes)
-        trial = Trial(number=number, parameters=values)
-        if values == default:
-            trial = replace(trial, relative=1.0, samples_per_s=speed)
-        else:
+        best, changed = self._best(), changes(values, defaults(self.knobs))
+        found: dict[str, Any] = {"relative": 1.0, "samples_per_s": speed}
+        if changed:
             self.progress.doing(f"trial {number + 1} of {self.budget}")
             try:
-                beside = self._beside(best.parameters, values)
+                beside = self._compare(best.parameters, values)
+                found = {"relative": (best.relative or 1.0) * beside.ratio, "is_faster": beside.is_faster}
+                found |= beside.other._asdict()
             except Infeasible as reason:
-                trial = replace(trial, note=str(reason))
-            else:
-                relative = (best.relative or 1.0) * beside.ratio
-                fields = {"relative": relative, "is_faster": beside.is_faster, **beside.other._asdict()}
-                trial = replace(trial, **fields)
-            self.progress.measured(trial, self.budget, changes(values, default))
+                found = {"note": str(reason)}
+        trial = Trial(number=number, parameters=values, **found)
+        self.progress.measured(trial, self.budget, changed)
         return trial.relative, trial
 
-    def _beside(self, base: Configuration, values: Configuration) -> Comparison:
-        default = defaults(self.axes)
-        return compare(lambda values: self.trials.measure(changes(values, default)), base, values)
+    def _compare(self, base: Configuration, values: Configuration) -> Comparison:
+        default = defaults(self.knobs)
+        return compare(self.trials.measure, changes(base, default), changes(values, default))
 
-    def _offer(self, chosen: Configuration, axis: SearchAxis) -> str | None:
+    def _beside_default(self, best: Configuration) -> dict[str, Any]:
+        """Measure the best beside the default in new rounds; return the fields of the result about it."""
+        self.progress.doing("comparing the best with the default")
+        try:
+            beside = self._compare({}, best)
+        except Infeasible as reason:
+            return {"notes": [f"kept the default: the fastest configuration fails: {reason}"]}
+        if not beside.is_faster:
+            return {}
+        return {
+            "best": best,
+            "changes": changes(best, defaults(self.knobs)),
+            "baseline_samples_per_s": beside.base.samples_per_s,
+            "best_samples_per_s": beside.base.samples_per_s * beside.ratio,
+            "low": beside.low,
+            "high": beside.high,
+        }
+
+    def _offer(self, chosen: Configuration, knob: Knob) -> str | None:
         """Return the words that ask for the fastest choice of a knob; None if it is not worth it."""
         lows: dict[Any, float] = {}
-        for value in axis.choices[1:]:
-            self.progress.doing(f"looking at {knobs_in_words({axis.name: value})}")
+        for value in knob.choices[1:]:
+            self.progress.doing(f"looking at {knobs_in_words({knob.name: value})}")
             with suppress(Infeasible):
-                lows[value] = self._beside(chosen, {**chosen, axis.name: value}).low or 0.0
+                lows[value] = self._compare(chosen, {**chosen, knob.name: value}).low or 0.0
         value = max(lows, key=lambda value: lows[value], default=None)
         if lows.get(value, 0.0) < WORTH_OFFERING:
             return None
-        names = ",".join([*changes(chosen, defaults(self.axes)), axis.name])
-        add = f"--precision {value}" if axis.name == PRECISION else f"--knobs {names}"
-        words = knobs_in_words({axis.name: value})
+        names = ",".join([*changes(chosen, defaults(self.knobs)), knob.name])
+        add = f"--precision {value}" if knob.name == PRECISION else f"--knobs {names}"
+        words = knobs_in_words({knob.name: value})
         return f"{words} is at least {lows[value]:.2f} × faster here: add {add}"
 
 
@@ -211,7 +196,7 @@ class Tuner:
         )
         tuning = self.ranks.once(lambda: self._search(trials).find())
         confirmed = self.ranks.gather(trials.confirm(tuning.changes)) if tuning.changes else []
-        for failure in (answer for answer in confirmed if isinstance(answer, str)):
+        if failures := [answer for answer in confirmed if isinstance(answer, str)]:
             tuning = replace(
                 tuning,
                 best={},
@@ -219,7 +204,7 @@ class Tuner:
                 best_samples_per_s=tuning.baseline_samples_per_s,
                 low=None,
                 high=None,
-                notes=[*tuning.notes, f"kept the plan: the fastest configuration fails: {failure}"],
+                notes=[*tuning.notes, f"kept the plan: the fastest configuration fails: {failures[0]}"],
             )
         for line in tuning.notes:
             self.progress.note(line)
@@ -243,19 +228,22 @@ class Tuner:
         """Return the search among the configurations that apply here."""
         options, act = self.options, "looking for what can be tuned"
         self.progress.doing(act)
-        size = micro_batches(trials.samples, trials.limit, trials.multiple)[0]
-        context = self.process.call(act, look_at_workload, size, self.planned_steps, trials.workers)
-        axes, notes = applicable(context, None if options.knobs is None else parse_knobs(options.knobs))
+        size, asked = trials.micro_batch({}), None if options.knobs is None else parse_knobs(options.knobs)
+        known = self.process.call(act, knobs_of, size, self.planned_steps, trials.workers)
+        knobs, offers, notes = choose_knobs(known, asked)
         for line in notes:
             self.progress.note(line)
-        budget = DEFAULT_TRIALS if options.trials is None else options.trials
         is_unasked = options.command == "fit" and options.trials is None and options.timeout is None
+        purpose = {knob.name: knob.choices for knob in knobs}, trials.workers
         return Search(
             trials=trials,
-            study=open_study(self.process.info, self.options, self.home, "maximize", axes, trials.workers),
-            axes=axes,
-            offers=offered(context) if options.knobs is None else [],
-            budget=min(budget, math.prod(len(axis.choices) for axis in axes)),
+            study=open_study(self.process.info, options, self.home, "maximize", *purpose),
+            knobs=knobs,
+            offers=offers,
+            budget=min(
+                DEFAULT_TRIALS if options.trials is None else options.trials,
+                math.prod(len(knob.choices) for knob in knobs),
+            ),
             deadline=self.deadline,
             worth_samples=RUN_SHARE * trials.samples * self.planned_steps if is_unasked else math.inf,
             progress=self.progress,

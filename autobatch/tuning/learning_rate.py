@@ -9,8 +9,8 @@ rate of a short run need not be that of a long one (Wu et al. 2018, arXiv:1803.0
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 from msgspec.structs import replace
 from optuna.distributions import FloatDistribution
@@ -18,13 +18,9 @@ from optuna.distributions import FloatDistribution
 from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import PRECISION
 from autobatch.core.records import LrTrial, LrTuning, Plan
-from autobatch.rehearsal.rehearsal import Batch, batch_of, rehearse
-from autobatch.rehearsal.setup import Setup
 from autobatch.tuning.fastest import Tuner
 from autobatch.tuning.study import open_study, run_trials, tried
-from autobatch.tuning.trial import call_with, draw
-from autobatch.workload.rng import seed_everything
-from autobatch.workload.split import Split
+from autobatch.tuning.trial import call_with, short_run
 
 FACTORS = (1.0, 4.0, 1 / 4, 16.0, 1 / 16)
 """First rates that are tried, as multiples of the default."""
@@ -48,54 +44,51 @@ def tune_learning_rate(tuner: Tuner, plan: Plan) -> tuple[Plan, LrTuning]:
     tuning = tuner.ranks.once(lambda: _find_rate(tuner, plan))
     for line in tuning.notes:
         tuner.progress.note(line)
-    if tuning.best == plan.learning_rate:
-        return plan, tuning
-    plan = replace(
-        plan,
-        learning_rate=tuning.best,
-        learning_rate_rule="tuned",
-        learning_rate_factor=tuning.best / tuner.process.info.learning_rate,
-        learning_rate_source=f"tuned in {tuning.trials} runs of {STEPS} optimizer steps at this batch",
-    )
-    tuner.progress.planned(plan)
+    if tuning.best != plan.learning_rate:
+        plan = replace(
+            plan,
+            learning_rate=tuning.best,
+            learning_rate_rule="tuned",
+            learning_rate_factor=tuning.best / tuner.process.info.learning_rate,
+            learning_rate_source=f"tuned in {tuning.trials} runs of {STEPS} optimizer steps at this batch",
+        )
+        tuner.progress.planned(plan)
     return plan, tuning
 
 
 def _find_rate(tuner: Tuner, plan: Plan) -> LrTuning:
     """Return the best learning rate; the default if none is better beyond the noise."""
-    default, first_seed, progress = plan.learning_rate, tuner.options.seed, tuner.progress
+    default, seed = plan.learning_rate, tuner.options.seed
+    knobs = {**plan.knobs, PRECISION: plan.precision}
 
-    def run(rate: float, number: int = 0, order: int = 0) -> LrTrial:
-        knobs, at_rate = {**plan.knobs, PRECISION: plan.precision}, replace(plan, learning_rate=rate)
-        seed, loss, note = (first_seed + order) % 2**31, None, None
-        try:
-            loss = call_with(tuner.process, short_run, knobs, rate == default, at_rate, seed, STEPS)
-        except Infeasible as reason:
-            note = str(reason)
-        return LrTrial(number=number, learning_rate=rate, loss=loss, note=note)
+    def loss_at(rate: float, order: int = 0) -> Any:
+        run = replace(plan, learning_rate=rate), (seed + order) % 2**31, STEPS
+        return call_with(tuner.process, short_run, knobs, rate == default, *run)
 
     def objective(number: int, values: dict[str, float]) -> tuple[float | None, LrTrial]:
-        progress.doing(f"learning rate {number + 1} of {RATES}: a run of {STEPS} steps")
-        trial = run(values["learning_rate"], number)
-        progress.tried_rate(number + 1, RATES, trial.learning_rate, trial.loss, trial.note)
+        tuner.progress.doing(f"learning rate {number + 1} of {RATES}: a run of {STEPS} steps")
+        trial = LrTrial(number=number, learning_rate=values["learning_rate"])
+        try:
+            trial = replace(trial, loss=loss_at(trial.learning_rate))
+        except Infeasible as reason:
+            trial = replace(trial, note=str(reason))
+        tuner.progress.tried_rate(trial, RATES)
         return trial.loss, trial
 
-    def is_better(rate: float, order: int) -> bool:
-        usual, other = run(default, order=order).loss, run(rate, order=order).loss
-        return usual is not None and other is not None and other < usual
-
-    purpose = ("learning rate", default, STEPS, first_seed)
+    purpose = ("learning rate", default, STEPS, seed)
     study = open_study(tuner.process.info, tuner.options, tuner.home, "minimize", *purpose)
-    rates = FloatDistribution(default / REACH, default * REACH, log=True)
+    space = {"learning_rate": FloatDistribution(default / REACH, default * REACH, log=True)}
     first = [{"learning_rate": default * factor} for factor in FACTORS]
-    space, deadline = {"learning_rate": rates}, tuner.deadline
-    run_trials(study, objective, space=space, first=lambda: first, trials=RATES, deadline=deadline)
+    run_trials(study, objective, space=space, first=lambda: first, trials=RATES, deadline=tuner.deadline)
     history = tried(study, LrTrial)
     losses = {trial.learning_rate: trial.loss for trial in history if trial.loss is not None}
-    best, notes = min(losses, key=losses.__getitem__, default=default), []
-    if best != default and not all(is_better(best, order) for order in ORDERS):
-        reason = f"{best:.3g} was not better on each of {len(ORDERS)} data orders"
-        best, notes = default, [f"kept learning rate {default:.3g}: {reason}"]
+    best = min(losses, key=losses.__getitem__, default=default)
+    notes, is_kept = [], best != default
+    with suppress(Infeasible):
+        is_kept = is_kept and not all(loss_at(default, at) > loss_at(best, at) for at in ORDERS)
+    if is_kept:
+        notes = [f"kept learning rate {default:.3g}: {best:.3g} was not better on every data order"]
+        best = default
     return LrTuning(
         trials=len(history),
         steps=STEPS,
@@ -106,29 +99,3 @@ def _find_rate(tuner: Tuner, plan: Plan) -> LrTuning:
         history=history,
         notes=notes,
     )
-
-
-def short_run(setup: Setup, plan: Plan, seed: int, steps: int) -> float:
-    """Train a few steps of a plan on temporary weights, and return the mean loss of the last quarter of them.
-
-    The seed draws the batches and the model's random numbers.
-
-    Raises:
-        Infeasible: the run does not train.
-        Exception: whatever the workload raises, except out of memory.
-    """
-
-    def batches() -> Iterator[Batch]:
-        seed_everything(seed)
-        for batch in draw(setup.workload, plan.target_batch, seed, steps).batches():
-            yield batch_of(setup.workload, Split(multiple=plan.multiple).parts(batch, plan.micro_batch))
-
-    run = rehearse(setup, batches(), learning_rate=plan.learning_rate)
-    if run.failure is not None:
-        raise Infeasible(run.failure.reason)
-    results = [step.result for step in run.steps if step.result.count]
-    last = [result for result in results[-len(results) // 4 :] if math.isfinite(result.loss)]
-    # A loss scale that is still falling skips the first steps of a sound run in fp16.
-    if not last or not all(result.applied for result in results[-1 if setup.precision == "fp16" else 0 :]):
-        raise Infeasible("its loss or gradient is not finite")
-    return sum(result.loss * result.count for result in last) / sum(result.count for result in last)

@@ -1,4 +1,4 @@
-"""Trials: the speed of a configuration, at the micro-batch of the plan or at a part of it.
+"""Trials: the speed of a configuration, and the loss after a short run at a learning rate.
 
 A configuration lists only the knobs that are not at their default. An error makes it infeasible, also memory
 that runs out, or a child process that crashes. Without any change, an error of the workload is its own and is
@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import COMPILE, LOADER_WORKERS, SPLIT, Configuration
+from autobatch.core.records import Plan
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess
-from autobatch.rehearsal.rehearsal import Batch, batch_of, rehearse
+from autobatch.rehearsal.rehearsal import Batch, Step, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.step.whole_batch import batch_samples
 from autobatch.tuning.compare import Measurement
 from autobatch.workload.contract import Workload
 from autobatch.workload.feed import AHEAD, open_feed
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
+from autobatch.workload.rng import seed_everything
 from autobatch.workload.split import Split
 
 ROUND_SECONDS = 0.1
@@ -144,18 +146,48 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float, workers: int) -> 
                 yield Batch(collated, in_a_step, batch_samples(setup.whole_batch, size, in_a_step))
 
     with closing(batches()) as timed:
-        rehearsal = rehearse(setup, timed)
-    if rehearsal.failure is not None:
-        raise Infeasible(rehearsal.failure.reason)
+        steps = rehearsed(setup, timed)
     # Later steps may diverge with any configuration, because the batch is not the target batch.
-    judged = [step.result for step in rehearsal.steps[:2]]
+    judged = [step.result for step in steps[:2]]
     if any(result.count and not math.isfinite(result.loss) for result in judged):
         raise Infeasible("its loss is not finite")
-    measured = rehearsal.steps[len(warm_up) + first :]
+    measured = steps[len(warm_up) + first :]
     # Workers finish several micro-batches at once, so that only a mean over many counts.
     middle = statistics.fmean if workers else statistics.median
     micro = middle(step.micro_seconds for step in measured)
     return micro * len(sizes) + middle(step.once_seconds for step in measured)
+
+
+def short_run(setup: Setup, plan: Plan, seed: int, steps: int) -> float:
+    """Train a few steps of a plan on temporary weights, and return the mean loss of the last quarter of them.
+
+    The seed draws the batches and the model's random numbers.
+
+    Raises:
+        Infeasible: the run does not train.
+        Exception: whatever the workload raises, except out of memory.
+    """
+
+    def batches() -> Iterator[Batch]:
+        seed_everything(seed)
+        for batch in draw(setup.workload, plan.target_batch, seed, steps).batches():
+            yield batch_of(setup.workload, Split(multiple=plan.multiple).parts(batch, plan.micro_batch))
+
+    steps_taken = rehearsed(setup, batches(), learning_rate=plan.learning_rate)
+    results = [step.result for step in steps_taken if step.result.count]
+    last = [result for result in results[-len(results) // 4 :] if math.isfinite(result.loss)]
+    # A loss scale that is still falling skips the first steps of a sound run in fp16.
+    if not last or not all(result.applied for result in results[-1 if setup.precision == "fp16" else 0 :]):
+        raise Infeasible("its loss or gradient is not finite")
+    return sum(result.loss * result.count for result in last) / sum(result.count for result in last)
+
+
+def rehearsed(setup: Setup, batches: Iterable[Batch], learning_rate: float | None = None) -> list[Step]:
+    """Train on batches, and return the steps; raise `Infeasible` if memory runs out. See `rehearse`."""
+    rehearsal = rehearse(setup, batches, learning_rate=learning_rate)
+    if rehearsal.failure is not None:
+        raise Infeasible(rehearsal.failure.reason)
+    return rehearsal.steps
 
 
 def draw(workload: Workload, size: int, seed: int = 0, steps: int = ENDLESS) -> GlobalBatchSampler:

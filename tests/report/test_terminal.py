@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autobatch import Estimates, Progress, Result
-from autobatch.core.records import MemoryHolder, RankEstimate, Remedy, Trial
+from autobatch.core.records import LrTrial, MemoryHolder, RankEstimate, Remedy, Trial
 from autobatch.report.facts import final_facts
 from autobatch.report.terminal import Terminal
 from tests.support.planted import PLANTED
@@ -20,6 +20,7 @@ SILENT = ("doing", "saved", "probed", "planned", "tuned")
 """Events that only a live line shows, and those whose facts are printed once, at the end."""
 RUN = a_run()
 TRIAL = Trial(number=1, samples_per_s=1234.5, relative=1.234, parameters={"precision": "bf16"})
+RATE = LrTrial(number=0, learning_rate=0.004, note="diverged")
 EVENTS = [name for name, event in vars(Progress).items() if inspect.isfunction(event) and name not in SILENT]
 CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
     "note": (("one line",), "note: one line"),
@@ -30,7 +31,10 @@ CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "attempted": ((a_probe().attempts[0],), "probe         1  fits          peak  1.22 GiB    0.20 s"),
     "measured": ((TRIAL, 8, TRIAL.parameters), "trial   2/8  bf16: 1,234 samples/s (1.23 × the default)"),
-    "tried_rate": ((1, 10, 0.004, None, "diverged"), "rate    1/10  0.004  left out, diverged"),
+    "tried_rate": (
+        (LrTrial(number=0, learning_rate=0.004, note="diverged"), 10),
+        "rate    1/10  0.004  left out, diverged",
+    ),
     "stepped": ((a_step(12), 120), "step        12/120  loss 1."),
 }
 

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from autobatch import Workload
-from autobatch.core.knobs import SearchAxis
 from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, describe_setup
 from autobatch.tuning.compare import Measurement
 from autobatch.tuning.fastest import Search
+from autobatch.tuning.space import Knob
 from autobatch.tuning.study import open_study
 from autobatch.tuning.trial import Trials
 from tests.support.kinds import Augmented
@@ -31,10 +31,10 @@ from tests.support.training import Rows, make_setup, make_workload, mean_loss, p
 # Studies of configurations.
 
 AXES = [
-    SearchAxis("micro_batch_shift", (0, 1, 2, 3)),
-    SearchAxis("precision", ("fp32", "bf16")),
-    SearchAxis("channels_last", (False, True)),
-    SearchAxis("optimizer", ("default", "foreach", "fused")),
+    Knob("micro_batch_shift", (0, 1, 2, 3)),
+    Knob("precision", ("fp32", "bf16")),
+    Knob("channels_last", (False, True)),
+    Knob("optimizer", ("default", "foreach", "fused")),
 ]
 
 
@@ -67,7 +67,7 @@ def study_in(home: Path, made: Setup | None = None, **fields: Any) -> optuna.Stu
 
 def search(
     trials: Any = None,
-    axes: list[SearchAxis] = AXES,
+    knobs: list[Knob] = AXES,
     *,
     budget: int | None = None,
     home: Path | None = None,
@@ -75,8 +75,8 @@ def search(
 ) -> Tuning:
     """Search in a study of a home, or in memory, in at most 20 trials."""
     study = optuna.create_study(direction="maximize") if home is None else study_in(home)
-    budget = budget or min(20, math.prod(len(axis.choices) for axis in axes))
-    fields = {"study": study, "axes": axes, "budget": budget, "progress": Progress(), **more}
+    budget = budget or min(20, math.prod(len(knob.choices) for knob in knobs))
+    fields = {"study": study, "knobs": knobs, "budget": budget, "progress": Progress(), **more}
     return Search(trials=trials or FakeTrials(), **fields).find()
 
 

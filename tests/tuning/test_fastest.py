@@ -14,13 +14,13 @@ import pytest
 from optuna.trial import TrialState
 
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import SearchAxis, defaults
 from autobatch.core.records import Tuning
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.tuning import fastest
 from autobatch.tuning.fastest import Tuner
+from autobatch.tuning.space import Knob, defaults
 from tests.support.options import as_options
 from tests.support.probes import Listener
 from tests.support.rank_server import RankServer
@@ -55,7 +55,7 @@ def test_on_a_noisy_machine_nothing_slower_is_chosen() -> None:
         draw = random.Random(seed)
         speeds = [1.0, *(math.exp(draw.gauss(-0.03, 0.1)) for _ in range(5))]
         noisy = FakeTrials(lambda values: speeds[values.get("i", 0)] * math.exp(draw.gauss(0, 0.05)))  # noqa: B023
-        chosen = speeds[search(noisy, [SearchAxis("i", tuple(range(6)))], budget=6).best["i"]]  # type: ignore[index]
+        chosen = speeds[search(noisy, [Knob("i", tuple(range(6)))], budget=6).best["i"]]  # type: ignore[index]
         slower += chosen < 1.0
         gained += chosen > 1.0
     assert slower == 0
@@ -63,7 +63,7 @@ def test_on_a_noisy_machine_nothing_slower_is_chosen() -> None:
 
 
 def test_what_changes_numbers_is_offered_and_not_chosen_while_there_is_time() -> None:
-    found = search(axes=SHIFTS, offers=AXES[1:])
+    found = search(knobs=SHIFTS, offers=AXES[1:])
     assert found.best == {"micro_batch_shift": 1}
     assert found.offers == [
         "bf16 is at least 1.50 × faster here: add --precision bf16",
@@ -89,12 +89,12 @@ def test_the_default_is_kept(reason: str | None) -> None:
 
 def test_a_search_goes_on_with_the_trials_of_an_earlier_one(tmp_path: Path) -> None:
     """The machine has become five times slower, which changes no ratio."""
-    first = search(axes=SHIFTS, budget=2, home=tmp_path)
+    first = search(knobs=SHIFTS, budget=2, home=tmp_path)
     second = search(FakeTrials(lambda values: speed_of(values) / 5), SHIFTS, home=tmp_path)
     assert second.history[:2] == first.history
     assert (second.best, second.low) == ({"micro_batch_shift": 1}, pytest.approx(1.1))
     assert second.baseline_samples_per_s == 200.0
-    assert search(axes=SHIFTS, budget=4, home=tmp_path).history == second.history
+    assert search(knobs=SHIFTS, budget=4, home=tmp_path).history == second.history
 
 
 @pytest.mark.parametrize("error", [Infeasible, TypeError, KeyboardInterrupt])
@@ -125,7 +125,7 @@ def search_through_kills(home: Path) -> tuple[int, Any, list[Any]]:
     while child := os.fork():
         status = os.waitpid(child, 0)[1]
         if status != signal.SIGKILL:
-            found = search(axes=AXES[:2], budget=8, home=home)
+            found = search(knobs=AXES[:2], budget=8, home=home)
             return kills, found.best, [trial.parameters for trial in found.history]
         kills += 1
     left = [10 + 8 * kills]
