@@ -8,38 +8,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch import DoesNotFitError, InputError
+from autobatch import InputError
 from autobatch.core.progress import Broadcast
 from autobatch.core.text import printable
 from autobatch.core.units import GiB, KiB, MiB, TiB, format_bytes, parse_budget, significant
 from tests.support.planted import PLANTED
 from tests.support.probes import Listener
 
-SHOWN = {
-    "3 × 4 – naïve 日本": "3 × 4 – naïve 日本",
-    "\x1b[31mred\x07": r"\x1b[31mred\x07",
-    "\x9b2J": r"\x9b2J",
-    "one\ntwo\r\tthree": r"one\ntwo\r\tthree",
-    "a\u202ecba\u2028": r"a\u202ecba\u2028",
-    "bad \udcff byte": r"bad \udcff byte",
-    "a\xa0b nul\0": "a\xa0b nul\\x00",
-}
-
 
 def test_what_a_terminal_would_obey_is_escaped() -> None:
-    assert {text: printable(text) for text in SHOWN} == SHOWN
+    shown = {
+        "3 × 4 – naïve 日本": "3 × 4 – naïve 日本",
+        "\x1b[31mred\x07 \x9b2J": r"\x1b[31mred\x07 \x9b2J",
+        "one\ntwo\r\tthree": r"one\ntwo\r\tthree",
+        "a\u202ecba\u2028": r"a\u202ecba\u2028",
+        "bad \udcff byte": r"bad \udcff byte",
+        "a\xa0b nul\0": "a\xa0b nul\\x00",
+    }
+    assert {text: printable(text) for text in shown} == shown
     short = printable("head" + "x" * 100_000 + "tail")
     assert (len(short), short[:4], short[-4:]) == (2000, "head", "tail")
     assert len(printable("\x1b" * 5000, limit=100)) == 100
 
 
 def test_errors_their_notes_and_remarks_show_foreign_text_harmlessly() -> None:
-    for kind in (InputError, DoesNotFitError):
-        error = kind(f"found {PLANTED}")
-        error.add_note(f"one {PLANTED}\ntwo")
-        assert str(error).isprintable()
-        assert all(line.isprintable() for line in error.__notes__[0].split("\n"))
-        assert len(error.__notes__[0].split("\n")) == 3, "the lines of a traceback stay lines"
+    error = InputError(f"found {PLANTED}")
+    error.add_note(f"one {PLANTED}\ntwo")
+    assert all(line.isprintable() for line in (str(error), *error.__notes__[0].split("\n")))
+    assert len(error.__notes__[0].split("\n")) == 3, "the lines of a traceback stay lines"
     listener = Listener()
     Broadcast([listener]).note(PLANTED)
     assert listener.notes == [" ".join(printable(PLANTED.replace("\r\n", " ")).split())]
@@ -59,13 +55,13 @@ def test_a_size_is_its_number_times_its_unit_or_a_share(thousandths: int, unit: 
     assert share == max(1, thousandths * percent // 100)
 
 
-NO_SIZES = ["", "nonsense", "6 Gibibytes", "1e9", "-1GiB", "0x10", "1,5GiB", "6GiB7", "1.", "inf", "٣GiB", -5]
+NO_SIZES = ["", "nonsense", "1e9", "-1GiB", "1,5GiB", "6GiB7", "1.", "inf", "٣GiB", -5, "9" * 5000, "50%%"]
 
 
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        ([*NO_SIZES, "9" * 5000, "50%%"], "is not a size in bytes: write it like"),
+        (NO_SIZES, "is not a size in bytes: write it like"),
         (["0", "0.0 MiB", "0.1B", 0], "a size must be positive"),
         (["0%", "100.01%", "9999999%"], "more than 0% and at most 100%"),
     ],
@@ -78,9 +74,7 @@ def test_an_invalid_size_is_refused_in_one_line_that_names_it(texts: list[Any], 
 
 
 def test_numbers_have_three_figures() -> None:
-    assert [format_bytes(size) for size in (None, 1023, 10 * KiB - 1, MiB - 1, 5000 * TiB, -3 * GiB)] == [
-        "unknown", "1023 B", "10.0 KiB", "1.00 MiB", "5000 TiB", "-3.00 GiB",
-    ]  # fmt: skip
-    assert [significant(number) for number in (1.751, 999.7, 15_600, 0.012345)] == [
-        "1.75", "1,000", "15,600", "0.0123",
-    ]  # fmt: skip
+    sizes = {None: "unknown", 1023: "1023 B", 10 * KiB - 1: "10.0 KiB", MiB - 1: "1.00 MiB"}
+    assert {size: format_bytes(size) for size in sizes} == sizes
+    numbers = {1.751: "1.75", 999.7: "1,000", 15_600: "15,600", 0.012345: "0.0123"}
+    assert {number: significant(number) for number in numbers} == numbers

@@ -91,8 +91,6 @@ def test_a_figure_that_cannot_be_drawn_is_left_out_with_a_note(loss: float) -> N
     svg = trained(*(a_step(step, loss=loss) for step in range(1, 51)))
     assert svg.startswith("<p>The figure of Training is left out, it cannot be drawn (")
 
-
-def test_the_reason_of_a_figure_that_is_left_out_is_escaped_and_cut() -> None:
     def paint(*_: object) -> None:
         raise RuntimeError("<script>\x1b" + "x" * 100_000)
 

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch import Estimates, PlanResult, Result
+from autobatch import Estimates, Result
 from autobatch.report.facts import facts_of
 from autobatch.report.page import TITLES, render
 from benchmarks.screenshots import CHROMIUM
 from tests.support.page_checker import Page, check, measure
 from tests.support.planted import PLANTED
-from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
+from tests.support.sample_run import a_device, a_run, an_estimate
 
 pytestmark = pytest.mark.xdist_group("pictures")
 """One worker draws the pictures that many tests look at."""
@@ -74,13 +74,6 @@ def test_every_text_of_a_run_is_harmless_in_the_page_and_printed() -> None:
     assert all(line.isprintable() for text in texts for line in text.split("\n"))
 
 
-def shown(result: Any) -> Page:
-    """Return the parsed notebook output, after the checks that hold for every fragment."""
-    page = Page(result._repr_html_())
-    assert not page.all("style", "script", "link", "iframe", "img", "html", "body")
-    return page
-
-
 @pytest.mark.parametrize("left", ["its run", "nothing", "another run", "no result"])
 @pytest.mark.usefixtures("no_pictures")
 def test_a_notebook_shows_the_curves_of_a_run_if_that_is_still_there(tmp_path: Path, left: str) -> None:
@@ -94,20 +87,10 @@ def test_a_notebook_shows_the_curves_of_a_run_if_that_is_still_there(tmp_path: P
         (result.out / "result.json").write_bytes(msgspec.json.encode(content[left]))
         lines = [msgspec.json.encode(record) for record in a_run().metrics]
         (result.out / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    page = shown(result)
+    page = Page(result._repr_html_())
+    assert not page.all("style", "script", "link", "iframe", "img", "html", "body")
     assert str(result) in "".join(page.words)
     assert len(page.all("svg")) == 1 + (left == "its run")
-
-
-def test_a_notebook_shows_plans_and_estimates() -> None:
-    fields = {name: getattr(a_run().plan, name) for name in a_run().plan.__struct_fields__}
-    page = shown(PlanResult(**fields, device=a_device(), probe=a_probe()))
-    assert "batch 1,024 in 12 micro-batches (4 × 86, 8 × 85)" in page.text
-    none = an_estimate(profile="old", fits=False, micro_batch=0, plan=None, peak_reserved_bytes=None)
-    exact = an_estimate(profile="new", micro_batch_low=90, micro_batch_high=90)
-    page = shown(Estimates(estimates=[an_estimate(), none, exact], notes=["a note"]))
-    for words in ("86 to 93", "does not fit", "a note", "rtx-4090"):
-        assert words in page.text
 
 
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
