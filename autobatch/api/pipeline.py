@@ -13,11 +13,11 @@ from __future__ import annotations
 import datetime
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -35,10 +35,10 @@ from autobatch.estimates.estimator import estimate_limits
 from autobatch.estimates.hugging_face import estimate_named, refuse_model_options
 from autobatch.estimates.snapshots import estimate_snapshots
 from autobatch.rehearsal.process import ThisProcess
-from autobatch.rehearsal.setup import KeyValue, Role, Setup, data_of_setup, open_setup
+from autobatch.rehearsal.setup import Role, Setup, data_of_setup, open_setup
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes
-from autobatch.training.checkpoint import list_checkpoints
+from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.export import check_exportable
 from autobatch.training.resume import (
     BEFORE_TRAINING,
@@ -47,7 +47,7 @@ from autobatch.training.resume import (
     load_run_state,
 )
 from autobatch.training.run import RunInputs, train_plan
-from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, RunFiles, folder_of, move_earlier_run
+from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, folder_of, move_earlier_run
 from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
 from autobatch.workload.contract import Workload, schedule_arguments
@@ -106,21 +106,22 @@ def _fit(run: Run) -> Result:
     if run.options.steps is None and run.options.epochs is None:
         run.settle(**({"steps": demo.STEPS} if run.workload is None else {"epochs": 1}))
     with preserved_generators(run.workload):
-        inputs = (resume if run.options.resume else begin)(run)
-    out = run.out
-    assert out is not None
-    hint = resume_hint(run.command, out)
-    files = RunFiles(out=out, options=run.options, resume_hint=hint, sinks=run.sinks)
-    training, model = train_plan(inputs, files, progress=run.progress, ranks=ranks)
+        setup, sampler, inputs = (resume if run.options.resume else begin)(run)
+    out, planned = inputs.out, run.plan
+    training, model = train_plan(setup, planned, sampler, inputs, progress=run.progress, ranks=ranks)
     # Of a model that ranks share, this one has a part only; the file has all of it.
-    run.record(training=training, model=None if inputs.plan.parallel == "shard" else model)
+    run.record(training=training, model=None if planned.parallel == "shard" else model)
     run.record(command=run.command, options=run.options.by_name())
     if ranks.rank == 0:
         _write_result(run, out)
     return run.result
 
 
-def begin(run: Run) -> RunInputs:
+ToTrain: TypeAlias = tuple[Setup, GlobalBatchSampler, RunInputs]
+"""What a training takes besides the plan: the setup, the batches, and the inputs of the run."""
+
+
+def begin(run: Run) -> ToTrain:
     """Search, plan and tune for a new run in one process, and open the setup that trains.
 
     Raises:
@@ -156,10 +157,10 @@ def begin(run: Run) -> RunInputs:
         check_same_data([info.data, data_of_setup(setup)], ["the probe", "the process that trains"])
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
-    return _inputs(run, setup, _sampler_of(run, setup, samples), key=info.key, data=info.data)
+    return _budgeted(run, setup), _sampler_of(run, setup, samples), _inputs(run, info.data)
 
 
-def resume(run: Run) -> RunInputs:
+def resume(run: Run) -> ToTrain:
     """Take the stored plan of a run, or plan it again if something has changed that the plan depends on.
 
     Raises:
@@ -200,7 +201,7 @@ def resume(run: Run) -> RunInputs:
             "learning rate and the order of the data stay, the micro-batch is planned again, and sums differ "
             "by rounding"
         )
-        key = _plan_again(run, stored, sampler, shares=setup.role.shards is not None)
+        _plan_again(run, stored, sampler, shares=setup.role.shards is not None)
         run.record(tuning=earlier.get("tuning"))
     else:
         progress.note(f"resuming from {checkpoint.path} on the same hardware")
@@ -209,14 +210,12 @@ def resume(run: Run) -> RunInputs:
         progress.planned(stored)
         run.result = Result(device=device, plan=stored, title=setup.workload.name)
         run.record(**earlier)
-        key = checkpoint.facts.get("key", {})
-    return _inputs(run, setup, sampler, key=key, data=data, resumed=checkpoint, is_exact=not changes)
+    inputs = _inputs(run, data, resumed=checkpoint, is_exact=not changes)
+    return _budgeted(run, setup), sampler, inputs
 
 
-def _plan_again(
-    run: Run, stored: Plan, sampler: GlobalBatchSampler, *, shares: bool
-) -> Mapping[str, KeyValue]:
-    """Plan a stored run again, at its learning rate and without tuning. Return the key of its setup."""
+def _plan_again(run: Run, stored: Plan, sampler: GlobalBatchSampler, *, shares: bool) -> None:
+    """Plan a stored run again, at its learning rate and without tuning."""
     run.settle(trials=0, tune_lr=False)
     if run.ranks.world > 1:
         run.settle(parallel="shard" if shares else "replicate")
@@ -226,26 +225,28 @@ def _plan_again(
         tune_and_split(run, sampler.total)
     rate = [name for name in Plan.__struct_fields__ if name.startswith("learning_rate")]
     run.record(plan=msgspec.structs.replace(run.plan, **{name: getattr(stored, name) for name in rate}))
-    return run.setup.info.key
 
 
-def _inputs(
-    run: Run,
-    setup: Setup,
-    sampler: GlobalBatchSampler,
-    *,
-    key: Mapping[str, KeyValue],
-    data: DataDigest | None,
-    **resumed: Any,
-) -> RunInputs:
-    """Return the inputs of a training with the budget of its probe, as stored in its key."""
-    budget_bytes = key.get("budget_bytes")
-    if budget_bytes is not None:
-        setup = replace(setup, device=setup.device.budgeted(int(budget_bytes)))
+def _budgeted(run: Run, setup: Setup) -> Setup:
+    """Return the setup of a training with the budget of its probe, which may be an earlier one."""
+    return replace(setup, device=setup.device.budgeted(run.result.device.budget_bytes))
+
+
+def _inputs(run: Run, data: DataDigest | None, *, resumed: Loaded | None = None, **fields: Any) -> RunInputs:
+    """Return the inputs of a training of these data."""
+    assert run.out is not None
+    before = [] if resumed is None else resumed.facts["notes"]
     records = run.result.to_json(*BEFORE_TRAINING, "profile")
-    facts = {"records": records, "data": msgspec.to_builtins(data)}
     return RunInputs(
-        setup=setup, plan=run.plan, sampler=sampler, key=key, facts=facts, until=run.until, **resumed
+        out=run.out,
+        options=run.options,
+        resume_hint=resume_hint(run.command, run.out),
+        facts={"records": records, "data": msgspec.to_builtins(data)},
+        notes=list(dict.fromkeys([*before, *run.loss_notes])),
+        sinks=run.sinks,
+        until=run.until,
+        resumed=resumed,
+        **fields,
     )
 
 

@@ -69,6 +69,8 @@ class Run:
     """That process, once it is open."""
     layout_reason: str | None = None
     """The reason for which the ranks share the model, or do not; None if it was asked for."""
+    loss_notes: list[str] = field(default_factory=list)
+    """Remarks of the check of the loss."""
     result: Result = field(init=False)
     """The records of the stages so far, once there are any."""
 

@@ -177,26 +177,24 @@ def _plan(run: Run, limit: int, world_size: int) -> Plan:
     )
 
 
-def _check_loss(run: Run) -> None:
-    """Check that the loss of a plan can be split, as ``--split-check`` asks. A training says all but errors.
+def _examine_loss(run: Run) -> Finding:
+    """Examine whether the loss can be split, before minutes are spent on trials.
 
     Raises:
-        InputError: it cannot, and the option asks for an error.
+        InputError: it cannot, the plan splits it, and ``--split-check`` asks for an error.
     """
-    asked, planned = run.options.on_inexact_split, run.plan
-    if asked == "off":
-        return
+    if run.options.on_inexact_split == "off":
+        return Finding()
     if run.setup.info.shards is not None:
-        run.progress.note(SHARED)
-        return
+        return SHARED
     run.progress.doing("checking that the loss can be split into micro-batches")
+    asked = run.plan.micro_batch, run.target, run.options.seed
     try:
-        finding = run.setup.call("the check of the loss", examine, planned.micro_batch)
+        finding = run.setup.call("the check of the loss", examine, *asked)
     except AutobatchError as error:
         finding = Finding(unchecked=str(error))
-    for line in finding.notes(asked, is_split=planned.accumulation_steps > 1):
-        if run.options.command != "fit":
-            run.progress.note(line)
+    finding.notes(run.options.on_inexact_split, run.plan)
+    return finding
 
 
 def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:
@@ -210,8 +208,7 @@ def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:
     if (has_trials or tunes_rate) and run.setup.info.shards is not None:
         run.progress.note("nothing is tuned, because the ranks share the model")
         has_trials = tunes_rate = False
-    if options.command != "fit" or has_trials or tunes_rate:
-        _check_loss(run)
+    finding = _examine_loss(run)
     if options.command == "tune":
         run.record(tuning=Tuning(notes=[] if has_trials else ["no trial was asked for"]))
     tuner = None
@@ -244,3 +241,7 @@ def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:
         chosen, rate = tune_learning_rate(tuner, run.plan)
         tuning = msgspec.structs.replace(run.result.tuning or Tuning(), learning_rate=rate)
         run.record(plan=chosen, tuning=tuning)
+    # A tuned plan may split batches that fitted whole.
+    run.loss_notes = finding.notes(options.on_inexact_split, run.plan)
+    for line in run.loss_notes:
+        run.progress.note(line)

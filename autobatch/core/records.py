@@ -172,6 +172,11 @@ class Plan(OfRanks, frozen=True, kw_only=True):
         """The most samples of any micro-batch; a cut by size has them in that of its smallest samples."""
         return self.micro_batch if self.size_cut is None else self.size_cut.max_micro_batch
 
+    @property
+    def micro_batch_of_longest(self) -> int:
+        """The most samples of a micro-batch that has the longest samples."""
+        return self.micro_batch if self.size_cut is None else self.size_cut.micro_batch
+
 
 class Trial(Record, frozen=True, kw_only=True):
     """One configuration that the tuner measured."""

@@ -286,7 +286,7 @@ def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, option
         key, stored = device_key(setup), of_ranks[ranks.rank]
         changes |= {name: stored.get(entry) != key.get(entry) for entry, name in _BIT_EXACT_KEYS.items()}
         # What the user gave, and not what is free now, which differs each time.
-        is_less = setup.device.budget_bytes < resumed.facts["key"].get("budget_bytes", 0)
+        is_less = setup.device.budget_bytes < resumed.facts["records"]["device"]["budget_bytes"]
         changes["--memory-budget"] = options.memory_budget is not None and is_less
         changes["--max-micro-batch"] = (options.max_micro_batch or plan.micro_batch) < plan.micro_batch
     return [name for name, is_changed in changes.items() if is_changed]

@@ -1,13 +1,13 @@
 """A training run on disk: a plan, its loop, and the files, checkpoints, validations and signals of the loop.
 
-    RunInputs ─► check of the loss ─► loop, restored ─► steps, validations, checkpoints ─► weights, Training
+    setup, plan, RunInputs ─► loop, restored ─► steps, validations, checkpoints ─► weights, Training
 
 OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-ema.safetensors   OUT/oom.json
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,15 +24,16 @@ from autobatch.core.errors import (
     UserCodeError,
 )
 from autobatch.core.files import UNREADABLE, write_atomic
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Positive, StepRecord, Training
 from autobatch.core.signals import counts_as, stop_on_signals
 from autobatch.core.version import versions
 from autobatch.device.oom import first_line, memory_named
 from autobatch.distributed.ranks import Ranks
-from autobatch.planning import split_over_ranks
 from autobatch.rehearsal.setup import Setup, device_key, with_knobs
 from autobatch.step.optimizers import averaged_weights, switch
+from autobatch.training.batchnorm import check_batch_norms
 from autobatch.training.build import open_loop
 from autobatch.training.checkpoint import (
     Loaded,
@@ -43,10 +44,9 @@ from autobatch.training.checkpoint import (
 )
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
-from autobatch.training.metrics import Metrics, Until, rewind_metrics, totals_of
+from autobatch.training.metrics import Metrics, Sink, Until, rewind_metrics, totals_of
 from autobatch.training.resume import capture_loop, restore_loop, run_facts
-from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE, RunFiles
-from autobatch.training.split_check import SHARED, check_loss_splits
+from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE
 from autobatch.training.trackers import open_trackers
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
@@ -56,142 +56,122 @@ from autobatch.workload.user_code import describe, user_code
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """Inputs of a training: the setup, the plan and the batches, and the checkpoint to continue from."""
+    """Inputs of a run besides its loop: the folder and what is written there, and the run to continue."""
 
-    setup: Setup
-    """The device, the data and the model, which is trained in place."""
-    plan: Plan
-    sampler: GlobalBatchSampler
-    key: Mapping[str, Any]
-    """Values that the limit depends on; stored beside every checkpoint."""
+    out: Path
+    options: Options
+    """Decide when something is written."""
+    resume_hint: str = ""
+    """The command that resumes this run."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Facts besides the plan that a resume takes over; stored beside every checkpoint."""
-    resumed: Loaded | None = None
-    """The checkpoint to continue from; None for a new run."""
-    is_exact: bool = False
-    """True if hardware, plan and versions are those of the checkpoint, so that steps can be compared."""
+    """Stored beside every checkpoint, for a resume."""
+    notes: list[str] = field(default_factory=list)
+    """Remarks so far; those of the training are added, and a checkpoint holds them too."""
+    sinks: Sequence[Sink] = ()
+    """Receive the records too."""
     until: Until | None = None
     """Ends the run early; None to train all batches."""
+    resumed: Loaded | None = None
+    """The checkpoint to continue from; None for a new run."""
+    is_exact: bool = True
+    """True if hardware, plan and versions are those of the checkpoint, so that steps can be compared."""
 
 
 @memory_named("the training was prepared")
 def train_plan(
-    run: RunInputs, files: RunFiles, *, progress: Progress, ranks: Ranks | None = None
+    setup: Setup,
+    plan: Plan,
+    sampler: GlobalBatchSampler,
+    run: RunInputs,
+    *,
+    progress: Progress,
+    ranks: Ranks,
 ) -> tuple[Training, nn.Module]:
-    """Train a plan to the end of its run.
+    """Train a plan to the end of its run; the model of the setup is trained in place.
 
     Returns:
         The record of the training, and the trained model.
 
     Raises:
-        InputError: a part of the workload is invalid, or its loss cannot be split into micro-batches.
+        InputError: a part of the workload is invalid, or a BatchNorm would get a single sample.
         AutobatchError: see `train`.
     """
-    ranks, options, sampler, resumed = ranks or Ranks(), files.options, run.sampler, run.resumed
-    setup, plan = with_knobs(run.setup, run.plan.knobs), run.plan
-    before = {} if resumed is None else resumed.facts
-    notes: list[str] = [*before.get("notes", [])]
 
     def add_note(line: str) -> None:
-        if line not in notes:
-            notes.append(line)
+        if line not in run.notes:
+            run.notes.append(line)
         progress.note(line)
 
-    progress.doing("checking that the loss can be split into micro-batches")
-    if plan.parallel != "shard":
-        checked = check_loss_splits(
-            setup,
-            micro_batch=plan.micro_batch if plan.size_cut is None else plan.size_cut.micro_batch,
-            sampler=sampler,
-            check=options.on_inexact_split,
-            share_of=lambda samples: split_over_ranks(samples, ranks.world, plan.multiple)[ranks.rank],
-        )
-    else:
-        checked = [] if options.on_inexact_split == "off" or ranks.rank else [SHARED]
-    for line in checked:
+    setup = with_knobs(setup, plan.knobs)
+    for line in check_batch_norms(setup.model, plan, sampler):
         add_note(line)
     progress.doing("preparing the training")
-    seeds = bool(before.get("sample_seeds"))
-    with open_loop(setup, plan, options, sampler, ranks, sample_seeds=seeds, note=add_note) as loop:
+    resumed, seeds = run.resumed, run.resumed is not None and bool(run.resumed.facts.get("sample_seeds"))
+    with open_loop(setup, plan, run.options, sampler, ranks, sample_seeds=seeds, note=add_note) as loop:
         if resumed is not None:
             for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
                 progress.note(line)
             # The loop has it now, and the caller would hold it as long as the run lasts.
             resumed.state.clear()
         facts = {
-            "plan": msgspec.to_builtins(plan),
-            "key": dict(run.key),
             **run.facts,
-            "notes": notes,
+            "plan": msgspec.to_builtins(plan),
             "sample_seeds": loop.feed.seeds_samples,
             "run": run_facts(sampler),
             "versions": versions(),
             "ranks": ranks.gather(device_key(setup)),
         }
         progress.doing("training: the first step")
-        files = replace(files, facts=facts)
-        record = train(loop, files, progress, resumed, is_exact=run.is_exact, until=run.until)
-    return record, loop.train_state.model
+        return train(loop, replace(run, facts=facts), progress), loop.train_state.model
 
 
-def train(
-    loop: Loop,
-    files: RunFiles,
-    progress: Progress,
-    resumed: Loaded | None,
-    *,
-    is_exact: bool = True,
-    until: Until | None = None,
-) -> Training:
+def train(loop: Loop, run: RunInputs, progress: Progress) -> Training:
     """Train the rest of a run, then validate and export the weights.
 
     Args:
-        loop: at the first batch to train.
-        files: where to write, and when.
+        loop: at the first batch to train, as it was restored from a checkpoint or as it is new.
+        run: where to write, and when.
         progress: receives notes and steps.
-        resumed: the checkpoint that the loop was restored from; None for a new run.
-        is_exact: compare steps that run again after a resume with their lines before it.
-        until: the user's own rule that ends the run.
 
     Raises:
         Interrupted: a signal stopped the run; a checkpoint was written.
         CheckpointError: a checkpoint or another file could not be written.
         InputError: the workload keeps state that a checkpoint cannot hold.
         AutobatchError: see `Loop.run`.
-        Exception: whatever ``until`` raises, after a checkpoint.
+        Exception: whatever ``run.until`` raises, after a checkpoint.
     """
-    files.out.mkdir(parents=True, exist_ok=True)
-    ranks, begun_at = loop.engine.ranks, loop.batches_seen
-    if resumed is not None or ranks.earlier_out is not None:
-        loop.micro_batch = ranks.once(lambda: _read_limit(files.out / OOM_FILE, loop.micro_batch))
+    run.out.mkdir(parents=True, exist_ok=True)
+    ranks, begun_at, oom_file = loop.engine.ranks, loop.batches_seen, run.out / OOM_FILE
+    if run.resumed is not None or ranks.earlier_out is not None:
+        loop.micro_batch = ranks.once(lambda: _read_limit(oom_file, loop.micro_batch))
     else:
-        ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
-    ranks.once(lambda: begin_after(files.out / CHECKPOINTS, begun_at))
+        ranks.once(lambda: oom_file.unlink(missing_ok=True))
+    ranks.once(lambda: begin_after(run.out / CHECKPOINTS, begun_at))
     check_savable(capture_loop(loop))
     check_exportable(loop.train_state)
-    if resumed is not None and begun_at == loop.sampler.total:
+    if run.resumed is not None and begun_at == loop.sampler.total:
         progress.note(f"nothing is left to train: all {begun_at:,} steps of the run are done")
-    run = _Run(loop, files, progress, None if resumed is None else resumed.path, is_exact=is_exact)
-    with closing(run.metrics):
+    running = _Run(loop, run, progress)
+    with closing(running.metrics):
         with stop_on_signals(tells=not ranks.rank) as asked:
             loop.request = loop.engine.shared_request(asked)
             try:
-                run.train_batches(until)
+                running.train_batches()
                 progress.doing("validating")
-                validation = run.validate()
+                validation = running.validate()
             except Interrupted:
                 raise
             except AutobatchError as error:
-                run.end_with(error)
+                running.end_with(error)
                 raise
         # The run is over: what is exported, and what the caller gets, are the averaged weights.
         switch(loop.train_state.optimizers, train=False)
         progress.doing("writing the weights")
         loop.engine.broadcast(loop.train_state.model.buffers())
         with memory_named("the weights were exported, after the last checkpoint"):
-            export_weights(loop.train_state, files.out, loop.engine)
-        record = run.summary(validation)
-        run.metrics.end(record)
+            export_weights(loop.train_state, run.out, loop.engine)
+        record = running.summary(validation)
+        running.metrics.end(record)
     return record
 
 
@@ -207,14 +187,10 @@ def _read_limit(path: Path, micro_batch: int) -> int:
 class _Run:
     """A loop with the folder of its run. All ranks make the same calls, and rank 0 writes."""
 
-    def __init__(
-        self, loop: Loop, files: RunFiles, progress: Progress, resumed_from: Path | None, *, is_exact: bool
-    ) -> None:
-        self._loop, self._files, self._progress = loop, files, progress
-        self._options = files.options
-        self._resumed_from = self._newest = resumed_from
-        self._notes: list[str] = files.facts.get("notes", [])
-        """A checkpoint holds them too."""
+    def __init__(self, loop: Loop, run: RunInputs, progress: Progress) -> None:
+        self._loop, self._run, self._progress = loop, run, progress
+        self._newest = None if run.resumed is None else run.resumed.path
+        """The newest checkpoint."""
         self._frozen = [p for p in loop.train_state.parameters if not p.requires_grad]
         """Parameters whose gradients no probe has seen."""
         self._saved_at = loop.clock()
@@ -222,54 +198,32 @@ class _Run:
         """Records from before the resume of the next steps."""
         self.metrics = Metrics(None)
         if not loop.engine.ranks.rank:
-            logged, dropped = rewind_metrics(files.out / METRICS, batches_seen=loop.batches_seen)
-            self._dropped = dropped if is_exact else []
+            logged, dropped = rewind_metrics(run.out / METRICS, batches_seen=loop.batches_seen)
+            self._dropped = dropped if run.is_exact else []
+            settings = (run.options.by_name() | run.facts.get("plan", {})).items()
             trackers = open_trackers(
-                self._options.log,
-                files.out,
+                run.options.log,
+                run.out,
                 project=loop.workload.name,
-                settings={
-                    name: value
-                    for name, value in (files.options.by_name() | files.facts.get("plan", {})).items()
-                    if isinstance(value, str | int | float)
-                },
+                settings={name: value for name, value in settings if isinstance(value, str | int | float)},
                 begun_at=loop.batches_seen,
                 logged=logged,
             )
-            self.metrics = Metrics(files.out / METRICS, [*trackers, *files.sinks], note=progress.note)
+            self.metrics = Metrics(run.out / METRICS, [*trackers, *run.sinks], note=progress.note)
         self._validator = Validator(loop, note=self._add_note)
 
-    def train_batches(self, until: Until | None) -> None:
+    def train_batches(self) -> None:
         """Train the remaining batches, or until a rule of the user's ends the run, and write a checkpoint.
 
         After each step come its validation, its record, its checkpoint, the rule, and the check for a signal.
         In this order the metrics have a line for every batch that a checkpoint holds.
         """
-        loop, every, total = self._loop, self._options.validate_every, self._loop.sampler.total
-        for step in loop.run():
-            record = step
-            try:
-                if every is not None and step.step % every == 0 and step.step != total:
-                    self._progress.doing("validating")
-                    record = msgspec.structs.replace(step, validation=self.validate())
-            finally:
-                self.metrics.step(record)
-            self._progress.stepped(record, total)
-            if record.recovered is not None:
-                size = record.micro_batch
-                self._add_note(
-                    f"step {record.step}: out of memory, repeated at micro-batch {size}: {record.recovered}"
-                )
-            if any(parameter.requires_grad for parameter in self._frozen):
-                self._frozen = []
-                self._add_note(
-                    f"after step {record.step}, parameters train that were frozen in the probe "
-                    "(requires_grad), so that a step takes more memory; micro-batches shrink if it runs out"
-                )
+        total, until = self._loop.sampler.total, self._run.until
+        for step in self._loop.run():
+            record = self._record(step)
             if self._dropped:
                 self._compare(record)
             if self._checkpoint_is_due(record.step):
-                self._progress.doing("saving a checkpoint")
                 self._save_if_needed()
                 self._progress.saved(record.step)
             if until is not None and self._is_enough(until, record):
@@ -277,8 +231,30 @@ class _Run:
                 break
             self._stop_if_requested()
         self._stop_if_requested()
-        self._progress.doing("saving a checkpoint")
         self._save_if_needed()
+
+    def _record(self, step: StepRecord) -> StepRecord:
+        """Write the record of a step, with a validation if one is due, and say what is worth a note."""
+        every, total = self._run.options.validate_every, self._loop.sampler.total
+        try:
+            if every is not None and step.step % every == 0 and step.step != total:
+                self._progress.doing("validating")
+                step = msgspec.structs.replace(step, validation=self.validate())
+        finally:
+            self.metrics.step(step)
+        self._progress.stepped(step, total)
+        if step.recovered is not None:
+            self._add_note(
+                f"step {step.step}: out of memory, repeated at micro-batch {step.micro_batch}: "
+                f"{step.recovered}"
+            )
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._frozen = []
+            self._add_note(
+                f"after step {step.step}, parameters train that were frozen in the probe "
+                "(requires_grad), so that a step takes more memory; micro-batches shrink if it runs out"
+            )
+        return step
 
     def _is_enough(self, until: Until, record: StepRecord) -> bool:
         """Ask the user's rule on rank 0 whether the run ends here; all ranks call it.
@@ -321,7 +297,7 @@ class _Run:
             self._progress.note(f"step {record.step} ran again, bit for bit as before the resume")
 
     def _add_note(self, line: str) -> None:
-        self._notes.append(line)
+        self._run.notes.append(line)
         self._progress.note(line)
 
     def validate(self) -> dict[str, float | None]:
@@ -331,10 +307,10 @@ class _Run:
         """
         loop = self._loop
         loop.engine.broadcast(loop.train_state.model.buffers())
-        averaged = averaged_weights(loop.train_state.optimizers), loop.train_state.averaged()
+        averaged = averaged_weights(loop.train_state.optimizers)
         # Out of memory, a rank of a shared model fails alone.
         loop.can_be_saved = loop.engine.is_alone
-        with preserved_random_state(), averaged[0], averaged[1]:
+        with preserved_random_state(), averaged, loop.train_state.averaged():
             metrics = self._validator.run(lambda: loop.request.is_asked)
         loop.can_be_saved = True
         loop.engine.agree_on_request()
@@ -348,7 +324,7 @@ class _Run:
         That is a checkpoint, if the state is that between two steps, and for a restart the smaller
         micro-batches.
         """
-        loop, out = self._loop, self._files.out
+        loop, out = self._loop, self._run.out
         if isinstance(error, DoesNotFitError | RestartSmallerError) and loop.can_be_saved:
             try:
                 self._save_if_needed()
@@ -359,7 +335,7 @@ class _Run:
         if isinstance(error, RestartSmallerError):
             write_atomic(out / OOM_FILE, msgspec.json.encode({"micro_batch": loop.micro_batch}))
         if list_checkpoints(out / CHECKPOINTS):
-            error.add_note(f"resume from the newest checkpoint with: {self._files.resume_hint}")
+            error.add_note(f"resume from the newest checkpoint with: {self._run.resume_hint}")
         elif isinstance(error, RestartSmallerError):
             smaller = loop.split.of_longest(loop.micro_batch)
             error.add_note(f"there is no checkpoint yet: start again with --max-micro-batch {smaller}")
@@ -374,13 +350,13 @@ class _Run:
         kept = "without a checkpoint" if self._newest is None else f"with checkpoint {self._newest}"
         raise Interrupted(
             f"stopped after step {loop.batches_seen} of {loop.sampler.total} {kept}. Resume with: "
-            f"{self._files.resume_hint}",
+            f"{self._run.resume_hint}",
             signal_number=counts_as(loop.request.signal_number),
         )
 
     def _checkpoint_is_due(self, step: int) -> bool:
         """Return whether a checkpoint of a step is due; all ranks call it."""
-        every, seconds = self._options.checkpoint_every, self._options.checkpoint_seconds
+        every, seconds = self._run.options.checkpoint_every, self._run.options.checkpoint_seconds
         if seconds is None:
             return isinstance(every, int) and step % every == 0
         return self._loop.engine.ranks.agree(self._loop.clock() - self._saved_at > seconds)
@@ -392,9 +368,10 @@ class _Run:
             CheckpointError: it could not be written.
             DoesNotFitError: memory ran out. The state of the run, and earlier checkpoints, are intact.
         """
-        loop, files, ranks = self._loop, self._files, self._loop.engine.ranks
+        loop, run, ranks = self._loop, self._run, self._loop.engine.ranks
         if self._newest is not None and self._newest.name == f"step-{loop.batches_seen:08d}":
             return
+        self._progress.doing("saving a checkpoint")
         # After a power cut, the disk has a line for every step of the checkpoint.
         ranks.once(self.metrics.sync)
         # A rank may fail alone.
@@ -403,26 +380,27 @@ class _Run:
         with memory_named(doing):
             loop.engine.broadcast(loop.train_state.model.buffers())
             self._newest = save_checkpoint(
-                files.out / CHECKPOINTS,
+                run.out / CHECKPOINTS,
                 step=loop.batches_seen,
                 state=capture_loop(loop),
-                facts=files.facts,
-                keep_last=self._options.keep_last,
+                facts={**run.facts, "notes": run.notes},
+                keep_last=run.options.keep_last,
                 ranks=ranks,
             )
         # The checkpoint has the smaller micro-batches now. No rank continues before the file is gone,
         # because it may run out of memory at once and write a new one.
-        ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
+        ranks.once(lambda: (run.out / OOM_FILE).unlink(missing_ok=True))
         self._saved_at = loop.clock()
         loop.can_be_saved = True
 
     def summary(self, validation: dict[str, float | None]) -> Training:
         """Return the summary of a finished run."""
-        loop, average = self._loop, self._loop.train_state.average
+        loop, resumed = self._loop, self._run.resumed
+        average = loop.train_state.average
 
         def totals() -> dict[str, Any]:
             self.metrics.sync()
-            return totals_of(self._files.out / METRICS)
+            return totals_of(self._run.out / METRICS)
 
         found, samples = loop.engine.ranks.once(totals), loop.sampler.seen(loop.batches_seen)
         return Training(
@@ -431,10 +409,10 @@ class _Run:
             samples_per_s=samples / found["seconds"] if found["seconds"] else None,
             optimizer_steps=loop.steps_applied,
             oom_recoveries=loop.oom_recoveries,
-            resumed_from=None if self._resumed_from is None else str(self._resumed_from),
+            resumed_from=None if resumed is None else str(resumed.path),
             checkpoint=None if self._newest is None else str(self._newest),
             validation=validation,
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
-            notes=[*self._notes],
+            notes=[*self._run.notes],
         )

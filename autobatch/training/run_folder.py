@@ -6,34 +6,14 @@ import contextlib
 import datetime
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from autobatch.core.errors import AutobatchError, CheckpointError, InputError
-from autobatch.core.options import Options
-from autobatch.training.metrics import Sink
 from autobatch.training.trackers import TENSORBOARD, TRACKERS
 from autobatch.workload.user_code import failed_part
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFiles:
-    """Folder of a run, and what is written to it."""
-
-    out: Path
-    options: Options
-    """Decide when something is written."""
-    resume_hint: str = ""
-    """The command that resumes this run."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Stored beside every checkpoint."""
-    sinks: Sequence[Sink] = ()
-    """Receive the records too."""
-
 
 RUNS = Path("runs")
 LOCK = ".lock"

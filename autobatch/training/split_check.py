@@ -17,10 +17,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate as running_sums
-from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -28,29 +27,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.errors import InputError
+from autobatch.core.records import Plan
 from autobatch.core.units import significant
-from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, loses_context
-from autobatch.planning import micro_batches, split_evenly
+from autobatch.planning import split_evenly
 from autobatch.rehearsal.rehearsal import on_copies
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.gradients import LOW_PRECISION
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_step import accumulate
-from autobatch.training.batchnorm import batch_norms, statistics_notes
 from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.data import collate_samples, elements, fetch, shallow_copies
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import cut, map_tensors
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import epoch_of, permutation
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import describe
 
 SplitCheck = Literal["error", "note", "off"]
-Session: TypeAlias = Callable[[], AbstractContextManager[Meter]]
-"""Opens the meter of passes, with or without the budget."""
-Parts: TypeAlias = list[tuple[Collated, int]]
-"""Micro-batches on the host, each with its number of samples."""
 CANDIDATES, READ_SECONDS = 256, 0.5
 """Samples of the run's beginning that the compared ones are chosen from, and the time to read them."""
 FEW_SAMPLES, MANY_SAMPLES, SECONDS = 8, 64, 5.0
@@ -61,10 +55,6 @@ FLOAT64_BUDGET_SHARE = 0.1
 """Share of the budget below which a loss is compared in float64; model copy and gradient count."""
 ELEMENTS = 1024
 """Elements read from each parameter's gradient, evenly spaced: enough to compare, for any size of model."""
-SHARED = (
-    "not checked whether the loss can be split, because the ranks share the model: check it once in one "
-    "process, on a smaller model"
-)
 
 
 class Finding(NamedTuple):
@@ -75,12 +65,13 @@ class Finding(NamedTuple):
     unchecked: str | None = None
     """Reason why the check was not made, or hides a difference."""
 
-    def notes(self, asked: SplitCheck, *, is_split: bool) -> list[str]:
-        """Return what to tell the user about a run whose batches are split, or are one micro-batch each.
+    def notes(self, asked: SplitCheck, plan: Plan) -> list[str]:
+        """Return what to tell the user about a plan, which may split batches or not.
 
         Raises:
             InputError: batches are split, the loss cannot be, and the user asked for an error.
         """
+        is_split = plan.world_size > 1 or plan.micro_batch_of_longest < plan.target_batch
         if self.fault is not None and not is_split:
             exact = "every batch is one micro-batch, which is exact as long as memory does not run out"
             return [f"{self.fault}. In this run {exact}"]
@@ -96,85 +87,37 @@ class Finding(NamedTuple):
         ]
 
 
-def check_loss_splits(
-    setup: Setup,
-    *,
-    micro_batch: int,
-    sampler: GlobalBatchSampler,
-    check: SplitCheck = "error",
-    share_of: Callable[[int], int] = lambda samples: samples,
-) -> list[str]:
-    """Check before training that splitting a batch changes nothing but the order of sums.
+SHARED = Finding(unchecked="the ranks share the model, so check it once in one process, on a smaller model")
+
+
+def examine(setup: Setup, micro_batch: int, target_batch: int, seed: int = 0) -> Finding:
+    """Examine whether splitting the first batch of a run changes its gradient; no state is changed.
+
+    A few samples are compared first, then as many of them as memory and time allow.
 
     Args:
-        setup: the workload and its model, which trains on temporary weights here.
-        micro_batch: the largest micro-batch of the most expensive samples.
-        sampler: the batches of the run.
-        check: raise an error or return a note if batches are split and the loss cannot be; ``off`` skips the
-            loss and checks only BatchNorm.
-        share_of: returns the samples that this process takes of a batch of a given size.
-
-    Returns:
-        Notes, one per line.
-
-    Raises:
-        InputError: batches are split and the loss cannot be, or a BatchNorm gets a single sample.
-    """
-    norms, last = batch_norms(setup.model), sampler.size(sampler.total - 1)
-    for size in (sampler.target_batch, last):  # only the last batch of a run may be short
-        alone = 1 in micro_batches(share_of(size), micro_batch)
-        if alone and any(isinstance(norm, nn.BatchNorm1d) for norm in norms):
-            raise InputError(
-                f"BatchNorm needs 2 samples, and this run has a micro-batch of 1 (its last batch has {last} "
-                "samples): choose a target batch that leaves no single sample, or --steps instead of --epochs"
-            )
-    first = micro_batches(min(sampler.target_batch, sampler.size(0)), micro_batch)
-    notes = statistics_notes([norm.momentum for norm in norms], first)
-    is_split = min(micro_batch, share_of(sampler.target_batch)) < sampler.target_batch
-    finding = Finding() if check == "off" else examine(setup, micro_batch, first_samples(sampler))
-    setup.device.release()
-    return [*notes, *finding.notes(check, is_split=is_split)]
-
-
-def first_samples(sampler: GlobalBatchSampler) -> list[int]:
-    """Return the first samples of a run, of which any may be in one batch.
-
-    A sampler of the user's decides what is in one batch, so only its first batch counts.
-    """
-    most = sampler.size(0) if sampler.order is not None else CANDIDATES
-    ids = (index for batch in GlobalBatchSampler.batches(sampler) for index in batch.ids)
-    return list(dict.fromkeys(islice(ids, most)))[:CANDIDATES]
-
-
-def examine(setup: Setup, micro_batch: int, ids: Sequence[int] | None = None) -> Finding:
-    """Examine whether splitting a batch of these samples changes its gradient; no state is changed.
-
-    A few samples are compared first, then as many of them as memory and time allow. Without ``ids`` they are
-    any samples of the data.
+        setup: the workload and its model, which runs on temporary weights here.
+        micro_batch: the largest micro-batch of the longest samples.
+        target_batch: samples of an optimizer step.
+        seed: of the run.
     """
     # The loss scale of fp16 would change between passes.
     precision = "fp32" if setup.precision == "fp16" else setup.precision
     setup = replace(setup, knobs={}, ema=None, precision=precision)
     try:
         with preserved_random_state():
-            samples = _read(setup, ids)
+            samples = _read(setup, target_batch, seed)
             many = min(len(samples), MANY_SAMPLES, PARTS * micro_batch)
             few = min(many, FEW_SAMPLES, max(2, micro_batch))
             if few < 2:
                 return Finding(unchecked="it takes 2 samples, and the batch has 1")
-
-            def compared(size: int, session: Session) -> Finding:
-                # Sorted and evenly spaced: parts then differ in what a wrong loss may weigh by.
-                places = [place * (len(samples) - 1) // (size - 1) for place in range(size)]
-                return _compare(setup, [samples[place] for place in places], session)
-
             start = setup.clock()
-            finding = compared(few, setup.device.training)
+            finding = _compare(setup, evenly_spaced(samples, few))
             if (setup.clock() - start) * many > few * SECONDS:
                 return finding
             for size in (many, min(many, micro_batch)):
                 if finding.fault is None and few < size:
-                    larger = compared(size, setup.device.enforced)
+                    larger = _compare(setup, evenly_spaced(samples, size))
                     if larger.unchecked is None:
                         return larger
             return finding
@@ -182,19 +125,34 @@ def examine(setup: Setup, micro_batch: int, ids: Sequence[int] | None = None) ->
         if loses_context(error):
             raise
         return Finding(unchecked=describe(error))
+    finally:
+        setup.device.release()
 
 
-def _read(setup: Setup, ids: Sequence[int] | None) -> list[Any]:
-    """Read samples, eight at a time, until there are enough or the time is over; sort them by size."""
+def evenly_spaced(samples: Sequence[Any], count: int) -> list[Any]:
+    """Return so many of sorted samples: their parts then differ in what a wrong loss may weigh by."""
+    return [samples[place * (len(samples) - 1) // (count - 1)] for place in range(count)]
+
+
+def _read(setup: Setup, target_batch: int, seed: int) -> list[Any]:
+    """Read the first samples of a run, eight at a time, until the time is over; sort them by size.
+
+    Any of them may be in one batch. A sampler of the user's decides that, so only its first batch counts.
+    """
     data, start, samples = setup.workload.train_data, setup.clock(), list[Any]()
-    if ids is None or setup.stream is not None:  # a stream has its first samples at hand
-        ids = range(0, len(data), max(1, len(data) // CANDIDATES))  # type: ignore[arg-type]
-    while len(samples) < min(len(ids), CANDIDATES) and setup.clock() - start <= READ_SECONDS:
+    if setup.stream is not None:  # its first samples are at hand
+        ids: Sequence[int] = range(len(data))  # type: ignore[arg-type]
+    else:
+        count, order = epoch_of(setup.workload, seed)
+        drawn = permutation(count, seed=seed, epoch=0)[:CANDIDATES] if order is None else order(0)
+        ids = list(dict.fromkeys(map(int, drawn if order is None else drawn[:target_batch])))
+    ids = ids[:CANDIDATES]
+    while len(samples) < len(ids) and setup.clock() - start <= READ_SECONDS:
         samples += fetch(data, ids[len(samples) : len(samples) + 8])
     return sorted(samples, key=elements)
 
 
-def _compare(setup: Setup, samples: list[Any], session: Session) -> Finding:
+def _compare(setup: Setup, samples: list[Any]) -> Finding:
     """Compare samples with their parts, in the first type and mode of passes that tells."""
     size = len(samples)
 
@@ -217,16 +175,17 @@ def _compare(setup: Setup, samples: list[Any], session: Session) -> Finding:
     nbytes = sum(parameter.numel() for parameter in setup.model.parameters()) * 16
     takes_float64 = types == {torch.float64} or nbytes < setup.device.budget_bytes * FLOAT64_BUDGET_SHARE
     is_low = setup.precision != "fp32" or not types.isdisjoint(LOW_PRECISION)
-    hidden, failed = None, Finding()
+    failed = Finding()
     for dtype in (torch.float64, None) if takes_float64 else (None,):
         # Each part rounds its gradient, to 8 significant bits in bf16. float32 also stands for models with
         # operations in TF32; float64 for those with some in float32.
         tolerance = 1e-5 if dtype is torch.float64 else 3e-2 if is_low else 1e-2
+        hidden = None
         # In eval mode dropout of attention and the like ends, and terms that only training has.
         for is_eval in (False, True):
             try:
-                with _open_passes(setup, session, dtype, is_eval=is_eval) as passes:
-                    finding = _judge(passes, (whole, size), parts, tolerance, setup)
+                with _open_passes(setup, dtype, is_eval=is_eval) as run:
+                    finding = _judge(run, (whole, size), parts, tolerance, setup)
             except Exception as error:
                 # A model that trains may still fail here (another type or mode), by no fault of its loss.
                 if loses_context(error):
@@ -244,27 +203,30 @@ def _compare(setup: Setup, samples: list[Any], session: Session) -> Finding:
     return failed
 
 
-Run: TypeAlias = Callable[..., Tensor]
-"""Runs micro-batches, with a ``seed``; returns elements of the gradient of their loss, in float64."""
+class Pass(NamedTuple):
+    """Result of a pass over some micro-batches."""
+
+    gradient: Tensor
+    """Elements of the gradient of their loss, in float64."""
+    written: dict[str, Tensor]
+    """Elements of the buffers and frozen parameters that it has changed, by name."""
+
+
+Run: TypeAlias = Callable[..., Pass]
+"""Runs micro-batches one after the other, from the same state each time, with a ``seed``."""
 
 
 @contextmanager
-def _open_passes(
-    setup: Setup, session: Session, dtype: torch.dtype | None, *, is_eval: bool
-) -> Iterator[tuple[Run, dict[str, Tensor]]]:
+def _open_passes(setup: Setup, dtype: torch.dtype | None, *, is_eval: bool) -> Iterator[Run]:
     """Open a function that runs micro-batches as a step does, on temporary weights, within the block.
 
     Args:
         setup: the workload.
-        session: opens the meter, which counts the copies and the batches.
         dtype: type of the model and its batches; None for their own, and the precision of the run.
         is_eval: True for the whole model in eval mode; False for only its dropout and BatchNorm.
-
-    Returns:
-        The function, and the buffers and frozen parameters that its last call has changed, by name.
     """
-    setup, written = setup if dtype is None else replace(setup, precision="fp32"), dict[str, Tensor]()
-    with session() as meter, on_copies(setup, meter) as train_state:
+    setup = setup if dtype is None else replace(setup, precision="fp32")
+    with setup.device.enforced() as meter, on_copies(setup, meter) as train_state:
         model = train_state.model
         for tensor in [*model.parameters(), *model.buffers()]:
             if dtype is not None and tensor.is_floating_point():
@@ -285,7 +247,7 @@ def _open_passes(
                 copy.deepcopy(batch), lambda t: t.to(dtype) if dtype and t.is_floating_point() else t
             )
 
-        def run(*parts: tuple[Collated, int], seed: int = 1) -> Tensor:
+        def run(*parts: tuple[Collated, int], seed: int = 1) -> Pass:
             seed_everything(seed)
             samples = sum(size for _, size in parts)
             fed = train_state.feed(((copied(batch), size) for batch, size in parts), meter)
@@ -293,19 +255,15 @@ def _open_passes(
                 totals = accumulate(train_state, fed, samples, lambda _: None)
                 # Moved and converted at once: a model may have thousands of parameters.
                 gradient = torch.cat([_elements(*pair) for pair in train_state.gradients.by_parameter()])
-                now = state()
-                written.clear()
-                written.update(
-                    (name, t) for name, t in now.items() if not torch.equal(t, before.get(name, t))
-                )
+                written = {name: t for name, t in state().items() if not torch.equal(t, before.get(name, t))}
             finally:
                 train_state.gradients.clear()
                 train_state.buffers.restore()
             items = float(samples if totals.count is None else totals.count)
-            return gradient.to("cpu", torch.float64) * (totals.divisor / (items or 1.0))
+            return Pass(gradient.to("cpu", torch.float64) * (totals.divisor / (items or 1.0)), written)
 
         before = state()
-        yield run, written
+        yield run
 
 
 def _elements(parameter: Tensor, gradient: Tensor | None) -> Tensor:
@@ -318,44 +276,45 @@ def _elements(parameter: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _judge(
-    passes: tuple[Run, dict[str, Tensor]],
-    whole: tuple[Collated, int],
-    parts: Parts,
-    tolerance: float,
-    setup: Setup,
+    run: Run, whole: tuple[Collated, int], parts: list[tuple[Collated, int]], tolerance: float, setup: Setup
 ) -> Finding:
     """Compare a batch with its parts, in passes that round by less than a relative ``tolerance``."""
-    (run, written), size = passes, whole[1]
-    first, again, split = run(whole), run(whole), run(*parts)
+    size, at_once, split = whole[1], run(whole), run(*parts).gradient
+    first = at_once.gradient
     norm = float(first.norm())
+
+    def differs(other: Tensor) -> bool:
+        return not float((first - other).norm()) <= tolerance * norm
+
     if not 0.0 < norm < math.inf:
         return Finding(unchecked=f"the gradient of {size} samples is {'not finite' if norm else 'zero'}")
-    if not float((first - again).norm()) <= tolerance * norm:
+    if differs(run(whole).gradient):
         return Finding(
             unchecked=f"two passes over the same {size} samples with the same draws differ: the model or the "
             "loss keeps state between passes, or draws from a generator of its own"
         )
-    error = float((first - split).norm()) / norm
-    if error <= tolerance:
+    if not differs(split):
         return Finding()
+    error = float((first - split).norm()) / norm
     by = f"{significant(100 * error)} %" if error < 10 else f"{error:.1e} times"
     said = (
         f"the gradient of {size} samples has the norm {norm:.4g} at once and {float(split.norm()):.4g} in "
         f"micro-batches, which differs by {by}"
     )
-    if not float((first - run(whole, seed=2)).norm()) <= tolerance * norm:
+    if differs(run(whole, seed=2).gradient):
         return Finding(unchecked=f"{said}, and its draws alone change the gradient")
-    of_whole = dict(written)
-    columns = torch.stack([run(part) for part in parts], dim=1)
-    if of_whole or written:
-        writes = f"the forward pass writes {', '.join(sorted({**of_whole, **written})[:PARTS])}"
-        if all(torch.equal(t, of_whole.get(name, t)) for name, t in written.items()):
+    alone = [run(part) for part in parts]
+    of_whole, of_part = at_once.written, alone[-1].written
+    if names := ", ".join(sorted({**of_whole, **of_part})[:PARTS]):
+        writes = f"the forward pass writes {names}"
+        if all(torch.equal(t, of_whole.get(name, t)) for name, t in of_part.items()):
             return Finding(unchecked=f"{said}, and {writes} whatever the samples are")
         cause = (
             f"{writes}, through which micro-batches see each other. Write it once per batch, in "
             "Workload(after_step=…)"
         )
     else:
+        columns = torch.stack([part.gradient for part in alone], dim=1)
         cause = _cause_in_hooks(setup.model) or _cause_in_loss(setup, first[:, None], columns, tolerance)
     return Finding(f"{said}: {cause}")
 

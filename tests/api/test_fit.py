@@ -68,9 +68,9 @@ def test_training_has_the_budget_of_the_probe_whatever_is_free_by_then(tmp_path:
     budgets: list[int] = []
     train_plan = pipeline.train_plan
 
-    def train(run: Any, *args: Any, **fields: Any):
-        budgets.append(run.setup.device.budget_bytes)
-        return train_plan(run, *args, **fields)
+    def train(setup: Any, *args: Any, **fields: Any):
+        budgets.append(setup.device.budget_bytes)
+        return train_plan(setup, *args, **fields)
 
     monkeypatch.setattr("autobatch.device.select.host_memory", memory)
     monkeypatch.setattr(pipeline, "train_plan", train)

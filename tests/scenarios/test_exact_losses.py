@@ -18,17 +18,16 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 from autobatch import InputError, WholeBatchLoss
-from autobatch.training.split_check import check_loss_splits
-from autobatch.workload.order import GlobalBatchSampler
 from tests.integrations import test_own_loop
 from tests.support.detection import Detector, scenes
 from tests.support.detection import whole as whole_detection
+from tests.support.runs import fit
+from tests.support.split_losses import checked
 from tests.support.steps import EXACT, SAMPLES, Towers, clip, off, step_of, train_state_of, two_towers
 from tests.support.training import (
     IGNORED,
     Rows,
     language_model,
-    make_setup,
     make_workload,
     mean_loss,
     network,
@@ -249,11 +248,6 @@ IN_OWN_LOOPS = {
 """Rows of the page that need a loop of one's own, and their tests."""
 
 
-def notes_before_training(workload: Any) -> list[str]:
-    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=SAMPLES, seed=0, steps=3)
-    return check_loss_splits(make_setup(workload), micro_batch=8, sampler=sampler)
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_a_loss_of_the_page_is_exact_and_its_wrong_form_is_refused(name: str) -> None:
     fields, loss, whole, wrong = ROWS[name]
@@ -266,16 +260,16 @@ def test_a_loss_of_the_page_is_exact_and_its_wrong_form_is_refused(name: str) ->
             result = step_of(train_state, workload, sizes)
             assert off(train_state, workload, expected) <= EXACT, sizes
             assert result.loss == pytest.approx(losses[0], rel=EXACT)
-        assert notes_before_training(workload) == []
+        assert checked(workload, target_batch=SAMPLES) == []
     if wrong is not None:
         with pytest.raises(InputError, match=wrong[1]):
-            notes_before_training(make_workload(**fields, loss=wrong[0]))
+            checked(make_workload(**fields, loss=wrong[0]), target_batch=SAMPLES)
 
 
-def test_batch_statistics_are_named_before_training() -> None:
-    (found,) = notes_before_training(
-        make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
-    )
+def test_batch_statistics_are_named_before_training(tmp_path: Path) -> None:
+    workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
+    _, notes = fit(workload, tmp_path, target_batch=SAMPLES, max_micro_batch=8, steps=1)
+    found = next(note for note in notes if "BatchNorm" in note)
     assert "1 BatchNorm layer computes its statistics over micro-batches of 8 samples, not over" in found
     assert "a momentum of 0.03451 instead of 0.1 would undo" in found
 

@@ -126,7 +126,7 @@ def test_memory_that_runs_out_while_a_checkpoint_is_written_ends_the_run(
 
     monkeypatch.setattr(checkpoint, "_write_state", fail)
     with pytest.raises(DoesNotFitError, match=r"while the checkpoint of step 4 was .* earlier .* intact"):
-        train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress(), None)
+        train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress())
     # The state of the step is intact, so that a second attempt may write it.
     assert saved_steps(tmp_path) == ([2, 4] if times == 1 else [2])
     assert not leftovers(tmp_path / "checkpoints")
@@ -167,7 +167,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path, has_si
     disk = FullDisk(has_signal=has_signal)
     try:
         with pytest.raises(CheckpointError, match="step 3 could not be written") as caught:
-            train(open_loop(make_workload(model=Large)), settings(tmp_path, checkpoint_every=1), disk, None)
+            train(open_loop(make_workload(model=Large)), settings(tmp_path, checkpoint_every=1), disk)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, disk.unlimited)
     assert HINT in caught.value.__notes__[0]

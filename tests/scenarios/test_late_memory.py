@@ -80,7 +80,7 @@ def train(
             meter=meter,
         )  # fmt: skip
         meter.count(parameter.data for parameter in loop.train_state.model.parameters())
-        record = run_loop(loop, files, heard, None)
+        record = run_loop(loop, files, heard)
         return weights(loop.train_state.model), record
 
 

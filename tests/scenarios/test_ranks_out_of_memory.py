@@ -18,8 +18,7 @@ from autobatch.distributed.group import LaunchedGroup
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.loop import Loop
 from autobatch.training.resume import load_run_state, restore_loop
-from autobatch.training.run import train
-from autobatch.training.run_folder import RunFiles
+from autobatch.training.run import RunInputs, train
 from tests.support.detection import detection, scenes
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
 from tests.support.options import as_options
@@ -115,9 +114,9 @@ def test_a_batch_runs_again_wherever_memory_ran_out(server: RankServer, kind: st
             assert "rank 1: CUDA out of memory" in message
 
 
-def files_of(loop: Loop, out: str) -> RunFiles:
+def inputs_of(out: str, **fields: Any) -> RunInputs:
     options = as_options("fit", target_batch=14, checkpoint_every=1, keep_last=9)
-    return RunFiles(out=Path(out), options=options, facts={})
+    return RunInputs(out=Path(out), options=options, **fields)
 
 
 def leave(out: str, kind: str, site: int | None) -> list[str]:
@@ -134,7 +133,7 @@ def leave(out: str, kind: str, site: int | None) -> list[str]:
     optimizer.register_step_post_hook(lambda *_: print("step", file=steps, flush=True))
     try:
         with fault, (Path(out) / f"steps-of-rank-{group.rank}").open("w") as steps:
-            train(loop, files_of(loop, out), Progress(), None)
+            train(loop, inputs_of(out), Progress())
     except AutobatchError as error:
         os._exit(group.fail(str(error), error.exit_code) or error.exit_code)
     group.close()
@@ -150,7 +149,7 @@ def train_smaller(kind: str, out: str | None, limit: int) -> tuple[Tensor, int]:
     else:
         resumed = load_run_state(Path(out), group)
         restore_loop(loop, resumed.state, same_hardware=True, folder=resumed.path)
-        train(loop, files_of(loop, out), Progress(), resumed)
+        train(loop, inputs_of(out, resumed=resumed), Progress())
     parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in loop.train_state.model.parameters()]
     group.close()
     return torch.cat([part.detach().flatten() for part in parts]), loop.micro_batch

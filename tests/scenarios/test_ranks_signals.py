@@ -12,8 +12,7 @@ import torch
 
 from autobatch import Interrupted, Progress
 from autobatch.training.checkpoint import list_checkpoints, load_newest
-from autobatch.training.run import train
-from autobatch.training.run_folder import RunFiles
+from autobatch.training.run import RunInputs, train
 from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
@@ -42,12 +41,12 @@ def stop_in_step(out: str, of_rank: dict[int, str], in_validation: bool) -> tupl
 
     workload = make_workload(loss=loss, validation_data=points(9))
     loop = ranked_loop(group, workload, [4, 4], target_batch=14, steps=STEPS)
-    settings = RunFiles(
+    settings = RunInputs(
         out=Path(out),
         options=as_options("fit", target_batch=1, checkpoint_every=None, keep_last=2, validate_every=1),
     )
     try:
-        train(loop, settings, Counting(), None)
+        train(loop, settings, Counting())
     except Interrupted as error:
         group.close()
         return error.exit_code, loop.batches_seen

@@ -39,7 +39,7 @@ def test_a_non_finite_loss_leaves_the_checkpoint_and_tells_how_to_resume(tmp_pat
 
     loop = open_loop(make_workload(loss=loss))
     with pytest.raises(NonFiniteError) as caught:
-        train(loop, settings(tmp_path, checkpoint_every=2), Progress(), None)
+        train(loop, settings(tmp_path, checkpoint_every=2), Progress())
     assert HINT in caught.value.__notes__[0]
     found = load_newest(tmp_path / "checkpoints")
     assert found.state["counters"]["batches_seen"] == 4
@@ -60,7 +60,7 @@ def test_a_run_out_of_memory_in_the_optimizer_is_resumed_smaller(tmp_path: Path)
         fault.armed = True
 
     with fault, pytest.raises(RestartSmallerError, match="inside the optimizer step") as caught:
-        train(loop, settings(tmp_path, checkpoint_every=2), ActingAfter(3, arm), None)
+        train(loop, settings(tmp_path, checkpoint_every=2), ActingAfter(3, arm))
     assert caught.value.exit_code == 77
     assert HINT in caught.value.__notes__[0]
     assert json.loads((tmp_path / "oom.json").read_text())["micro_batch"] == 2
@@ -86,7 +86,7 @@ def test_a_run_that_is_always_out_of_memory_in_the_optimizer_ends_at_a_micro_bat
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
 
         loop.train_state.optimizers[0].register_step_pre_hook(raise_oom)
-        train(loop, settings(tmp_path, checkpoint_every=2), Progress(), resumed)
+        train(loop, settings(tmp_path, checkpoint_every=2, resumed=resumed), Progress())
 
     codes = []
     for number in range(3):

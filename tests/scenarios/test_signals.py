@@ -26,11 +26,11 @@ def untimed(row: dict) -> dict:
 )
 def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(tmp_path, number, exit_code, at) -> None:
     straight = open_loop()
-    train(straight, settings(tmp_path / "straight"), Progress(), None)
+    train(straight, settings(tmp_path / "straight"), Progress())
     out = tmp_path / "stopped"
     before = signal.getsignal(number)
     with pytest.raises(Interrupted) as caught:
-        train(open_loop(), settings(out), ActingAfter(at, lambda: os.kill(os.getpid(), number)), None)
+        train(open_loop(), settings(out), ActingAfter(at, lambda: os.kill(os.getpid(), number)))
     assert caught.value.exit_code == exit_code
     assert f"after step {at} of {STEPS}" in str(caught.value)
     assert f"checkpoint {out / 'checkpoints' / f'step-{at:08d}'}" in str(caught.value)
@@ -62,10 +62,10 @@ def test_a_signal_in_a_periodic_validation_does_not_change_the_rest_of_the_run(t
         )
 
     straight = open_loop(workload())
-    train(straight, settings(tmp_path / "straight", validate_every=2), Progress(), None)
+    train(straight, settings(tmp_path / "straight", validate_every=2), Progress())
     out = tmp_path / "stopped"
     with pytest.raises(Interrupted, match="after step 2 of 6"):
-        train(open_loop(workload(strike_at=4)), settings(out, validate_every=2), Progress(), None)
+        train(open_loop(workload(strike_at=4)), settings(out, validate_every=2), Progress())
     assert [row["step"] for row in rows(out)] == [1, 2]
     loop, _ = resume(out, workload())
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)

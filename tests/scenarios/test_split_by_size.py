@@ -62,12 +62,12 @@ def test_a_resume_is_bit_exact(tmp_path: Path) -> None:
         list(whole.run())
     first = loop_of(workload, steps=3)
     with feed_of(first) as first.feed:
-        train(first, settings(tmp_path), Progress(), None)
+        train(first, settings(tmp_path), Progress())
     second = loop_of(workload)
     resumed = load_newest(tmp_path / "checkpoints")
     restore_loop(second, resumed.state, same_hardware=True)
     with feed_of(second) as second.feed:
-        train(second, settings(tmp_path), Progress(), resumed)
+        train(second, settings(tmp_path, resumed=resumed), Progress())
     assert fingerprint(second.train_state.model) == fingerprint(whole.train_state.model)
 
 

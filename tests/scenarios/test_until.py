@@ -48,7 +48,7 @@ def test_what_a_rule_raises_is_the_users_own_and_comes_after_a_checkpoint(tmp_pa
         raise ZeroDivisionError(f"at {record.step}")
 
     with pytest.raises(ZeroDivisionError, match="at 1") as caught:
-        train(open_loop(), settings(tmp_path), Progress(), None, until=until)
+        train(open_loop(), settings(tmp_path, until=until), Progress())
     assert "raised by the workload: until" in caught.value.__notes__[0]
     assert saved_steps(tmp_path) == [1]
 
@@ -64,9 +64,9 @@ def ruled(out: Path) -> tuple[int, str]:
         return record.step == 2
 
     loop = ranked_loop(group, make_workload(), [3, 3], target_batch=8, steps=6)
-    steps = train(loop, settings(out), Progress(), None, until=until).optimizer_steps
+    steps = train(loop, settings(out, until=until), Progress()).optimizer_steps
     try:
-        train(loop, settings(out), Progress(), None, until=until)
+        train(loop, settings(out, until=until), Progress())
     except Exception as error:
         group.close()
         return steps, f"{type(error).__name__} {loop.batches_seen}"
@@ -97,10 +97,10 @@ def test_a_signal_drops_the_open_step_which_a_resume_draws_again(at: int, step: 
     """A step has three micro-batches. The one in which the signal comes ends."""
     options = {"target_batch": 8, "micro_batch": 3}
     straight = open_loop(stateful(), **options)
-    train(straight, settings(tmp_path / "straight"), Progress(), None)
+    train(straight, settings(tmp_path / "straight"), Progress())
     loop = open_loop(stopping(at), **options)
     with pytest.raises(Interrupted, match=f"after step {step} of {STEPS}"):
-        train(loop, settings(tmp_path / "stopped"), Progress(), None)
+        train(loop, settings(tmp_path / "stopped"), Progress())
     assert saved_steps(tmp_path / "stopped") == [step]
     again, done = resume(tmp_path / "stopped", stateful(), **options)
     assert done.optimizer_steps == STEPS

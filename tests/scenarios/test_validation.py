@@ -29,9 +29,9 @@ def noisy_workload():
 def test_periodic_validation_changes_no_bit_of_the_training(tmp_path: Path) -> None:
     plain, watched = open_loop(noisy_workload()), open_loop(noisy_workload())
     torch.manual_seed(0)
-    train(plain, settings(tmp_path / "plain"), Progress(), None)
+    train(plain, settings(tmp_path / "plain"), Progress())
     torch.manual_seed(0)
-    done = train(watched, settings(tmp_path / "watched", validate_every=2), Progress(), None)
+    done = train(watched, settings(tmp_path / "watched", validate_every=2), Progress())
     assert fingerprint(watched.train_state.model) == fingerprint(plain.train_state.model)
     found = {row["step"]: row["validation"] for row in rows(tmp_path / "watched")}
     assert [step for step, figures in found.items() if figures] == [2, 4], (
@@ -52,9 +52,9 @@ def test_averaged_weights_are_validated_and_exported_and_training_is_unchanged(
     data = points(30, seed=1)
     workload = make_workload(model=normalised, validation_data=data)
     plain = open_loop(workload)
-    untouched = train(plain, settings(tmp_path / "plain"), Progress(), None)
+    untouched = train(plain, settings(tmp_path / "plain"), Progress())
     loop = open_loop(workload, ema=0.5)
-    done = train(loop, settings(tmp_path / "run", validate_every=2), Progress(), None)
+    done = train(loop, settings(tmp_path / "run", validate_every=2), Progress())
     assert fingerprint(loop.train_state.model) == fingerprint(plain.train_state.model)
     assert (done.ema, untouched.ema) == (0.5, None)
 

@@ -26,8 +26,7 @@ import torch
 from autobatch import Progress
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop
-from autobatch.training.run import train
-from autobatch.training.run_folder import RunFiles
+from autobatch.training.run import RunInputs, train
 from autobatch.workload.feed import open_feed
 from tests.support.kinds import RUNS
 from tests.support.options import as_options
@@ -56,10 +55,10 @@ def child(folder: Path, workers: int | None) -> None:
     if resumed is not None:
         restore_loop(loop, resumed.state, same_hardware=True)
     asked = as_options("fit", target_batch=1, checkpoint_every=1, keep_last=2)
-    files, progress = RunFiles(out=folder, options=asked), Acknowledging(folder / "acknowledged")
+    run = RunInputs(out=folder, options=asked, resumed=resumed)
     seeded = {"workers": workers or 0, "seeds_samples": workers is not None}
     with open_feed(workload, loop.sampler, **seeded) as loop.feed:
-        train(loop, files, progress, resumed)
+        train(loop, run, Acknowledging(folder / "acknowledged"))
     assert loop.train_state.average is not None
     (folder / "done").write_text(fingerprint(loop.train_state.model, *loop.train_state.average.tensors()))
 

@@ -14,8 +14,7 @@ from autobatch import FitResult, Progress, StepRecord, Training, Workload
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.resume import restore_loop
-from autobatch.training.run import train
-from autobatch.training.run_folder import RunFiles
+from autobatch.training.run import RunInputs, train
 from tests.support.options import as_options
 from tests.support.probes import Listener
 from tests.support.training import make_loop, make_workload
@@ -36,9 +35,9 @@ class ActingAfter(Progress):
             self._action()
 
 
-def settings(out: Path, **changes: Any) -> RunFiles:
+def settings(out: Path, *, until: Any = None, resumed: Any = None, **changes: Any) -> RunInputs:
     options = as_options("fit", **{"target_batch": 7, **changes})
-    return RunFiles(out=out, options=options, facts={"seed": 0}, resume_hint=HINT)
+    return RunInputs(out=out, options=options, until=until, resumed=resumed, resume_hint=HINT)
 
 
 def open_loop(workload: Workload | None = None, **options: Any) -> Loop:
@@ -52,7 +51,7 @@ def resume(out: Path, workload: Workload | None = None, **options: Any) -> tuple
     resumed = load_newest(out / "checkpoints")
     assert resumed is not None
     restore_loop(loop, resumed.state, same_hardware=True)
-    return loop, train(loop, settings(out), Progress(), resumed)
+    return loop, train(loop, settings(out, resumed=resumed), Progress())
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

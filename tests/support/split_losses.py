@@ -11,18 +11,25 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from autobatch import Loss, WholeBatchLoss
-from autobatch.training.split_check import examine, first_samples
-from autobatch.workload.order import GlobalBatchSampler
-from tests.support.training import IGNORED, Rows, language_model, network, points
+from autobatch.planning import make_plan
+from autobatch.training.split_check import examine
+from tests.support.training import IGNORED, Rows, language_model, make_setup, network, points
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 9.0])
 
 
-def examined(setup: Any, micro_batch: int = 8) -> Any:
-    """Return what the check finds about batches of three micro-batches."""
-    count = len(setup.workload.train_data)
-    sampler = GlobalBatchSampler(samples=count, target_batch=3 * micro_batch, seed=0, steps=3)
-    return examine(setup, micro_batch, first_samples(sampler))
+def checked(
+    workload: Any,
+    *,
+    micro_batch: int = 8,
+    target_batch: int = 24,
+    budget: str = "1GiB",
+    precision: str = "fp32",
+) -> list[str]:
+    """Return what is said of the loss of a run; a difference is an error."""
+    setup = make_setup(workload, budget, precision=precision)
+    plan = make_plan(target_batch=target_batch, micro_batch_limit=micro_batch, learning_rate=0.1)
+    return examine(setup, micro_batch, target_batch).notes("error", plan)
 
 
 def mask_tokens(samples: list[tuple[Tensor]]) -> dict[str, Tensor]:

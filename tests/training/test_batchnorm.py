@@ -1,14 +1,19 @@
-"""BatchNorm in micro-batches: the momentum that the note names gives the averages of whole batches."""
+"""BatchNorm in micro-batches: the momentum that the note names, and micro-batches of a single sample."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from autobatch import InputError
 from autobatch.planning import micro_batches
 from autobatch.training.batchnorm import statistics_notes
+from tests.support.runs import fit
 from tests.support.training import apart, make_loop, make_workload, network, points
 
 TARGET = 512
@@ -35,3 +40,14 @@ def test_the_named_momentum_moves_the_averages_as_a_whole_batch_does() -> None:
     split, (note,) = averages(60, 0.1)
     named = float(re.findall(r"a momentum of ([\d.]+) instead of 0\.1", note)[0])
     assert apart(averages(60, named)[0], whole) < 0.02 < 0.1 < apart(split, whole)
+
+
+@pytest.mark.parametrize("options", [{"epochs": 1, "target_batch": 23}, {"steps": 2, "target_batch": 9}])
+def test_a_batch_norm_of_one_sample_is_refused_before_training(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
+    options = {"max_micro_batch": 8 if "epochs" in options else 2, **options}
+    with pytest.raises(InputError, match="this run has a micro-batch of 1"):
+        fit(workload, tmp_path, **options)
+    assert not (tmp_path / "checkpoints").exists()

@@ -95,7 +95,7 @@ def test_weights_that_cannot_be_exported_are_known_before_the_first_attempt(
 
 def test_weights_that_pass_the_check_are_exported(tmp_path: Path) -> None:
     loop = open_loop(make_workload(model=lambda: Holder(CAN)))
-    train(loop, settings(tmp_path), Progress(), None)
+    train(loop, settings(tmp_path), Progress())
     found = load_file(tmp_path / "model.safetensors")
     assert set(found) == {*CAN, "body.weight", "body.bias"}
     assert all(torch.equal(found[name], value) for name, value in CAN.items())

@@ -49,7 +49,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_lines_after_the_resume_and_broken_lines_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress(), None)
+    train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress())
     keep_only(tmp_path, 4)
     lines = path.read_bytes().splitlines()
     broken = [

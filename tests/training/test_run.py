@@ -45,7 +45,7 @@ def test_a_run_that_ends_out_of_memory_before_the_optimizer_step_writes_the_stat
     loop = open_loop(workload, **options, meter=Watching(fault))
     fault.armed = after == 0
     with fault, pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
-        train(loop, settings(tmp_path), ActingAfter(after, lambda: setattr(fault, "armed", True)), None)
+        train(loop, settings(tmp_path), ActingAfter(after, lambda: setattr(fault, "armed", True)))
     assert fault.phases[60] in ("forward", "backward")
     assert caught.value.exit_code == code
     assert saved_steps(tmp_path) == [after]
@@ -85,7 +85,7 @@ def test_a_state_that_is_not_that_between_two_steps_is_not_written(where: str, t
         train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
     fault.armed = True
     with fault, pytest.raises(RestartSmallerError, match=where) as caught:
-        train(loop, settings(tmp_path), Progress(), None)
+        train(loop, settings(tmp_path), Progress())
     assert saved_steps(tmp_path) == []
     assert "start again with --max-micro-batch 2" in caught.value.__notes__[0]
 
@@ -100,7 +100,7 @@ def test_a_validation_out_of_memory_leaves_a_checkpoint_of_its_step(tmp_path: Pa
     loop = open_loop(make_workload(loss=loss, validation_data=points(3)))
     listener = ActingAfter(1, lambda: setattr(fault, "armed", True))
     with pytest.raises(DoesNotFitError, match="in validation"):
-        train(loop, settings(tmp_path, validate_every=2), listener, None)
+        train(loop, settings(tmp_path, validate_every=2), listener)
     assert saved_steps(tmp_path) == [2]
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
@@ -112,7 +112,7 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_
 
     loop = open_loop(make_workload(schedule=lambda optimizer, steps: Odd(optimizer, 1)))
     with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
-        train(loop, settings(tmp_path), Progress(), None)
+        train(loop, settings(tmp_path), Progress())
     assert loop.batches_seen == 0
 
 
@@ -138,7 +138,7 @@ def test_a_resumed_run_uses_the_smaller_micro_batch_of_one_that_ran_out_of_memor
     left: str, expected: int, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyError):
-        train(open_loop(), settings(tmp_path, checkpoint_every=2), ActingAfter(3, {}.popitem), None)
+        train(open_loop(), settings(tmp_path, checkpoint_every=2), ActingAfter(3, {}.popitem))
     (tmp_path / "oom.json").write_text(left)
     _, done = resume(tmp_path)
     assert done.micro_batch == expected
@@ -162,7 +162,7 @@ def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path:
     with gpu.training() as meter:
         loop = make_loop(workload, target_batch=64, micro_batch=64, steps=99, device=gpu, meter=meter)
         with pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
-            train(loop, settings(tmp_path / "run", target_batch=64), Progress(), None)
+            train(loop, settings(tmp_path / "run", target_batch=64), Progress())
     found = re.search(r"held between steps: ([\d.]+) MiB after step 16, ([\d.]+) MiB now", str(caught.value))
     assert found is not None, caught.value
     early, late = map(float, found.groups())
