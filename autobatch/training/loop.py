@@ -168,7 +168,8 @@ class Loop:
                     result = finish(self.train_state, outcome, mark=self.meter.mark)
                     return result, parts, recovered
             except Exception as error:
-                raise self._end_in_step(batch, self._out_of_memory(error, parts)) from error
+                why = ", inside the optimizer step, which may have moved part of the weights"
+                raise self._end(batch, self._out_of_memory(error, parts), why) from error
             # Outside of the except block, so that nothing holds the tensors of the failed step.
             self.train_state.items_per_sample = items_per_sample
             is_intact = self._rewind(random_state, is_fatal=outcome.is_fatal)
@@ -209,8 +210,8 @@ class Loop:
             may_be_suspect = is_first and any(len(part.ids) > 1 for part in parts)
             failure = self._out_of_memory(error, parts, may_be_suspect=may_be_suspect)
             if not self.engine.is_alone:
-                # The other ranks wait in the middle of a pass.
-                raise self._end_in_step(batch, failure) from error
+                why = ", for which the other ranks of the sharded model wait"
+                raise self._end(batch, failure, why) from error
         self.train_state.gradients.clear()
         return failure
 
@@ -266,33 +267,30 @@ class Loop:
         Raises:
             AutobatchError: there is no other attempt.
         """
-        is_smallest = oom.size == 1 or oom.smaller >= self.micro_batch
-        self.micro_batch = min(self.micro_batch, oom.smaller)
-        if is_smallest:
-            raise self._end(batch, oom)
+        why = ""
         if oom.is_fatal:
-            raise self._end(batch, oom, ", in the driver, after which this process cannot continue")
-        if not oom.is_intact:
-            why = "the forward pass changed a large buffer or a frozen weight"
-            raise self._end(batch, oom, f", where the batch cannot run again, because {why}")
-
-    def _end_in_step(self, batch: GlobalBatch, oom: OutOfMemory) -> AutobatchError:
-        """Return the error of a run that ends because other ranks, or the weights, may have moved on."""
+            why = ", in the driver, after which this process cannot continue"
+        elif not oom.is_intact:
+            changed = "the forward pass changed a large buffer or a frozen weight"
+            why = f", where the batch cannot run again, because {changed}"
+        if why or not self._can_shrink(oom):
+            raise self._end(batch, oom, why)
         self.micro_batch = oom.smaller
-        if not self.engine.is_alone and oom.size > 1:
-            return self._end(batch, oom, ", for which the other ranks of the sharded model wait")
-        return self._end(batch, oom, ", inside the optimizer step, which may have moved part of the weights")
 
-    def _end(self, batch: GlobalBatch, oom: OutOfMemory, why: str = "") -> AutobatchError:
+    def _can_shrink(self, oom: OutOfMemory) -> bool:
+        return oom.size > 1 and oom.smaller < self.micro_batch
+
+    def _end(self, batch: GlobalBatch, oom: OutOfMemory, why: str) -> AutobatchError:
         """Return the error of a run that memory ends; a restart in smaller micro-batches may leave more room.
 
         ``why`` rules out another attempt in this process; empty if there is no smaller micro-batch.
         """
+        can_shrink, self.micro_batch = self._can_shrink(oom), min(self.micro_batch, oom.smaller)
         message, held = oom.message.rstrip("."), self.meter.stats().allocated_bytes
         if self.held_early and held:
             message += f"; held between steps: {self.held_early}, {format_bytes(held)} now"
         line = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}{why}: {message}"
-        if why and oom.size > 1:
+        if can_shrink:
             return RestartSmallerError(line)
         smaller = "a smaller --target-batch, " if isinstance(self.train_state.loss, WholeBatchLoss) else ""
         return DoesNotFitError(

@@ -308,10 +308,10 @@ class _Run:
         loop = self._loop
         loop.engine.broadcast(loop.train_state.model.buffers())
         averaged = averaged_weights(loop.train_state.optimizers)
-        # Out of memory, a rank of a shared model fails alone.
-        loop.can_be_saved = loop.engine.is_alone
+        # One rank of a shared model can neither stop alone nor, out of memory, fail with the others.
+        loop.can_be_saved = is_alone = loop.engine.is_alone
         with preserved_random_state(), averaged, loop.train_state.averaged():
-            metrics = self._validator.run(lambda: loop.request.is_asked)
+            metrics = self._validator.run(lambda: is_alone and loop.request.is_asked)
         loop.can_be_saved = True
         loop.engine.agree_on_request()
         # A checkpoint must hold the random states of the training, which are restored only here.

@@ -60,18 +60,16 @@ class Validator:
             DoesNotFitError: out of memory at a micro-batch of 1, on some rank.
             InputError: a metric is not a number, or has the name of a term of the loss.
         """
-        own: Sums = {}
-        failure, train_state = "", self._loop.train_state
-        with _eval_mode(train_state):
+        own, sums, failure, engine = Sums(), Sums(), "", self._loop.engine
+        with _eval_mode(self._loop.train_state):
             try:
                 if self._loop.workload.validation_data is not None:
                     self._add_own_samples(own, is_asked)
             except DoesNotFitError as error:
-                if train_state.shared is not None:
+                if not engine.is_alone:
                     raise  # in the middle of a pass of all ranks
                 failure = str(error)  # other ranks wait for the sums of this one
-        sums: Sums = {}
-        for part, reason in self._loop.engine.ranks.gather((own, failure)):
+        for part, reason in engine.ranks.gather((own, failure)):
             if reason:
                 raise DoesNotFitError(reason)
             _add(sums, part)
@@ -86,17 +84,16 @@ class Validator:
         start = min(unit * sum(units[: ranks.rank]), samples)
         end = min(start + unit * units[ranks.rank], samples)
         step = unit if unit > 1 else max(1, end - start)
-        is_shared = loop.train_state.shared is not None
         for batch in (range(first, min(first + step, end)) for first in range(start, end, step)):
             rows, place = Rows(len(batch)), batch.start
             while place < batch.stop:
-                if is_asked() and not is_shared:  # one rank of a sharded model cannot stop alone
+                if is_asked():
                     return
                 ids = range(place, min(place + self._micro_batch, batch.stop))
                 place += len(ids) if self._add(sums, ids, batch, rows) else 0
         # A rank that is done still joins the collectives of the others. What it computes does not count.
         passes, most = (math.ceil(count / self._micro_batch) for count in (end - start, max(units)))
-        for _ in range(most - passes if is_shared else 0):
+        for _ in range(0 if loop.engine.is_alone else most - passes):
             self._add({}, range(1), range(1), Rows(1))
 
     def _add(self, sums: Sums, ids: range, batch: range, rows: Rows) -> bool:
@@ -109,11 +106,8 @@ class Validator:
         size = len(ids)
         self._loop.device.release()
         said = f"out of memory in validation at a micro-batch of {size}: {found.rstrip('.')}"
-        if self._loop.train_state.shared is not None:
-            waits = "The other ranks of the sharded model wait for it"
-            raise DoesNotFitError(f"{said}. {waits}: give a smaller --max-micro-batch")
-        if size == 1:
-            raise DoesNotFitError(f"{said}. Free memory, or give a larger --memory-budget")
+        if size == 1 or not self._loop.engine.is_alone:
+            raise DoesNotFitError(f"{said}. Give a smaller --max-micro-batch, or a larger --memory-budget")
         self._micro_batch = math.ceil(size / 2)
         self._note(f"{said}. Continued at {self._micro_batch}")
         return False
