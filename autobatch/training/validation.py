@@ -107,7 +107,9 @@ class Validator:
         self._loop.device.release()
         said = f"out of memory in validation at a micro-batch of {size}: {found.rstrip('.')}"
         if size == 1 or not self._loop.engine.is_alone:
-            raise DoesNotFitError(f"{said}. Give a smaller --max-micro-batch, or a larger --memory-budget")
+            waits = "The other ranks of the sharded model wait for it: give a smaller --max-micro-batch"
+            free = "Free memory, or give a larger --memory-budget"
+            raise DoesNotFitError(f"{said}. {free if size == 1 else waits}")
         self._micro_batch = math.ceil(size / 2)
         self._note(f"{said}. Continued at {self._micro_batch}")
         return False
