@@ -30,7 +30,7 @@ from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split
 from autobatch.search.probe import Limit
 from autobatch.training.batchnorm import statistics_notes
-from autobatch.training.split_check import SHARED, Finding, examine
+from autobatch.training.split_check import SHARED, Finding, examine, examine_run
 
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
@@ -190,7 +190,7 @@ def _examine_loss(run: Run) -> Finding:
     run.progress.doing("checking that the loss can be split into micro-batches")
     asked = run.plan.micro_batch, run.target, run.options.seed
     try:
-        finding = run.setup.call("the check of the loss", examine, *asked)
+        finding = run.setup.call("the check of the loss", examine_run, *asked)
     except AutobatchError as error:
         finding = Finding(unchecked=str(error))
     finding.notes(run.options.on_inexact_split, run.plan)

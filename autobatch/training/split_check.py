@@ -90,23 +90,38 @@ class Finding(NamedTuple):
 SHARED = Finding(unchecked="the ranks share the model, so check it once in one process, on a smaller model")
 
 
-def examine(setup: Setup, micro_batch: int, target_batch: int, seed: int = 0) -> Finding:
-    """Examine whether splitting the first batch of a run changes its gradient; no state is changed.
+def examine_run(setup: Setup, micro_batch: int, target_batch: int, seed: int = 0) -> Finding:
+    """Examine whether splitting the first batch of a run changes its gradient; see `examine`.
 
-    A few samples are compared first, then as many of them as memory and time allow.
+    Any of the first samples may be in one batch. A sampler of the user's decides that, so only its first
+    batch counts.
 
     Args:
-        setup: the workload and its model, which runs on temporary weights here.
+        setup: the workload and its model.
         micro_batch: the largest micro-batch of the longest samples.
         target_batch: samples of an optimizer step.
         seed: of the run.
+    """
+    if setup.stream is not None:  # its first samples are at hand
+        return examine(setup, micro_batch, range(len(setup.workload.train_data)))  # type: ignore[arg-type]
+    count, order = epoch_of(setup.workload, seed)
+    if order is not None:
+        return examine(setup, micro_batch, list(dict.fromkeys(order(0)[:target_batch])))
+    return examine(setup, micro_batch, permutation(count, seed=seed, epoch=0)[:CANDIDATES].tolist())
+
+
+def examine(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:
+    """Examine whether splitting a batch of these samples changes its gradient; no state is changed.
+
+    The model runs on temporary weights. A few samples are compared first, then as many of them as memory and
+    time allow.
     """
     # The loss scale of fp16 would change between passes.
     precision = "fp32" if setup.precision == "fp16" else setup.precision
     setup = replace(setup, knobs={}, ema=None, precision=precision)
     try:
         with preserved_random_state():
-            samples = _read(setup, target_batch, seed)
+            samples = _read(setup, ids)
             many = min(len(samples), MANY_SAMPLES, PARTS * micro_batch)
             few = min(many, FEW_SAMPLES, max(2, micro_batch))
             if few < 2:
@@ -134,21 +149,11 @@ def evenly_spaced(samples: Sequence[Any], count: int) -> list[Any]:
     return [samples[place * (len(samples) - 1) // (count - 1)] for place in range(count)]
 
 
-def _read(setup: Setup, target_batch: int, seed: int) -> list[Any]:
-    """Read the first samples of a run, eight at a time, until the time is over; sort them by size.
-
-    Any of them may be in one batch. A sampler of the user's decides that, so only its first batch counts.
-    """
-    data, start, samples = setup.workload.train_data, setup.clock(), list[Any]()
-    if setup.stream is not None:  # its first samples are at hand
-        ids: Sequence[int] = range(len(data))  # type: ignore[arg-type]
-    else:
-        count, order = epoch_of(setup.workload, seed)
-        drawn = permutation(count, seed=seed, epoch=0)[:CANDIDATES] if order is None else order(0)
-        ids = list(dict.fromkeys(map(int, drawn if order is None else drawn[:target_batch])))
-    ids = ids[:CANDIDATES]
+def _read(setup: Setup, ids: Sequence[int]) -> list[Any]:
+    """Read samples, eight at a time, until there are enough or the time is over; sort them by size."""
+    ids, start, samples = ids[:CANDIDATES], setup.clock(), list[Any]()
     while len(samples) < len(ids) and setup.clock() - start <= READ_SECONDS:
-        samples += fetch(data, ids[len(samples) : len(samples) + 8])
+        samples += fetch(setup.workload.train_data, ids[len(samples) : len(samples) + 8])
     return sorted(samples, key=elements)
 
 

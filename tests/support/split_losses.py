@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from autobatch import Loss, WholeBatchLoss
 from autobatch.planning import make_plan
-from autobatch.training.split_check import examine
+from autobatch.training.split_check import examine_run
 from tests.support.training import IGNORED, Rows, language_model, make_setup, network, points
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 9.0])
@@ -29,7 +29,7 @@ def checked(
     """Return what is said of the loss of a run; a difference is an error."""
     setup = make_setup(workload, budget, precision=precision)
     plan = make_plan(target_batch=target_batch, micro_batch_limit=micro_batch, learning_rate=0.1)
-    return examine(setup, micro_batch, target_batch).notes("error", plan)
+    return examine_run(setup, micro_batch, target_batch).notes("error", plan)
 
 
 def mask_tokens(samples: list[tuple[Tensor]]) -> dict[str, Tensor]:

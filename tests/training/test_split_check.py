@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from autobatch import InputError, Loss, WholeBatchLoss
-from autobatch.training.split_check import examine
+from autobatch.training.split_check import examine_run
 from benchmarks.workloads import WORKLOADS
 from tests.support.kinds import RUNS
 from tests.support.split_losses import PAIRS, checked
@@ -190,7 +190,7 @@ def test_the_check_changes_no_bit_of_the_run() -> None:
         loop = make_loop(workload, **{"target_batch": 7, "micro_batch": 3, "steps": 4, **options})
         if checked:
             setup = replace(make_setup(workload), model=loop.train_state.model, device=loop.device)
-            examine(setup, 3, 7)
+            examine_run(setup, 3, 7)
         list(loop.run())
         return weights(loop.train_state.model)
 
