@@ -1,4 +1,7 @@
-"""Plans for a Trainer, against the library itself and the gradient of the whole batch."""
+"""Plans for a Trainer, against the library itself and the gradient of the whole batch.
+
+The oracle of a step is the model's own mean over the whole batch, in one backward pass of a plain loop.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from autobatch import InputError, integrations
 from tests.support.libraries import installed
-from tests.support.trainers import BUDGET, Texts, gpt2, gradient_of, mean_over_words, pad, weights_of
+from tests.support.trainers import BUDGET, WORDS, Texts, gpt2, gradient_of, pad, weights_of
 
 transformers = integrations.transformers
+BATCH, WIDTH, CLASSES = 24, 8, 3
+SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def a_trainer(folder: Path, model: nn.Module | None = None, *, kind: Any = None, **options: Any) -> Any:
@@ -23,41 +30,113 @@ def a_trainer(folder: Path, model: nn.Module | None = None, *, kind: Any = None,
     arguments = {
         "report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "optim": "sgd",
         "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_steps": 1, "max_grad_norm": 0.0,
+        "logging_steps": 1,
     }  # fmt: skip
-    more = {name: options.pop(name) for name in ("optimizers", "compute_loss_func") if name in options}
-    return (kind or library.Trainer)(
-        gpt2() if model is None else model,
-        library.TrainingArguments(str(folder), **arguments | options),
-        train_dataset=Texts(),
-        data_collator=pad,
-        **more,
-    )
+    own = {"train_dataset": Texts(), "data_collator": pad}
+    own |= {name: options.pop(name) for name in [*own, "optimizers", "compute_loss_func"] if name in options}
+    model = gpt2() if model is None else model
+    made = library.TrainingArguments(str(folder), **arguments | options)
+    return (kind or library.Trainer)(model, made, **own)
 
 
-def test_the_trainer_takes_the_step_of_the_whole_batch(tmp_path: Path) -> None:
-    """One step of the library itself, against one backward pass over all 24 samples."""
-    trainer = a_trainer(tmp_path)
-    before = weights_of(trainer.model)
-    plan = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
-    assert torch.equal(weights_of(trainer.model), before)
+def samples(labels: str) -> list[dict[str, Tensor]]:
+    """Draw texts of one length, so that means over samples and over words weigh micro-batches the same."""
+    draw = torch.Generator().manual_seed(5)
+    texts = torch.randint(3, WORDS, (BATCH, WIDTH), generator=draw)
+    classes = texts.sum(dim=1) % CLASSES
+    targets = {"text": classes, "words": texts}[labels]
+    return [{"input_ids": text, "labels": label} for text, label in zip(texts, targets, strict=True)]
+
+
+def build(kind: str, config: str, **options: Any) -> nn.Module:
+    library = installed("transformers")
+    torch.manual_seed(0)
+    made = getattr(library, config)(vocab_size=WORDS, num_labels=CLASSES, pad_token_id=0, **options)
+    return getattr(library, kind)(made)  # type: ignore[no-any-return]
+
+
+def llama() -> nn.Module:
+    return build("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, **SIZES)
+
+
+def own_mean(trainer: Any, model: Any, inputs: Any, **_: Any) -> Any:
+    return cross_entropy(model(input_ids=inputs["input_ids"]).logits, inputs["labels"])
+
+
+def own_sum(trainer: Any, model: Any, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Any:
+    total = cross_entropy(model(input_ids=inputs["input_ids"]).logits, inputs["labels"], reduction="sum")
+    return total / (len(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch)
+
+
+def mean_of_outputs(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return cross_entropy(outputs.logits, labels)
+
+
+def of_text() -> nn.Module:
+    return build("BertForSequenceClassification", "BertConfig", **BERT)
+
+
+IGNORES, USES = "ignores num_items_in_batch", "divides by num_items_in_batch"
+CASES = {
+    "texts of many lengths": (gpt2, None, {}, ""),
+    "classes of texts": (of_text, "text", {}, IGNORES),
+    "causal": (llama, "words", {}, ""),
+    "own mean": (of_text, "text", {"own": own_mean}, IGNORES),
+    "own sum": (of_text, "text", {"own": own_sum}, ""),
+    "function": (of_text, "text", {"compute_loss_func": mean_of_outputs}, IGNORES),
+    "said to be a mean": (llama, "words", {"said": False}, USES),
+    "said to be scaled": (of_text, "text", {"said": True}, IGNORES),
+}
+FIRST = ("texts of many lengths", "classes of texts", "causal", "own mean", "function")
+"""Cases of the default run."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in FIRST else pytest.mark.program) for case in CASES]
+)
+def test_a_planned_step_is_that_of_the_whole_batch(tmp_path: Path, case: str) -> None:
+    """Losses that ignore ``num_items_in_batch``, and those that use it."""
+    model, labels, options, line = CASES[case]
+    options = {**options}
+    own, said = options.pop("own", None), options.pop("said", None)
+    members = {"compute_loss": own} if own else {}
+    kind = type("Own", (installed("transformers").Trainer,), members)
+    data = Texts(BATCH) if labels is None else samples(labels)
+    trained, limit = model(), {"memory_budget": BUDGET} if labels is None else {"max_micro_batch": 6}
+    before = weights_of(trained)
+    collator = pad if labels is None else None
+    trainer = a_trainer(tmp_path, trained, kind=kind, train_dataset=data, data_collator=collator, **options)
+    if said is not None:
+        trainer.loss_is_scaled_for_ga = said
+    plan = transformers.plan(trainer, target_batch=BATCH, **limit)
     assert plan.accumulation_steps > 1
     assert trainer.args.gradient_accumulation_steps == plan.accumulation_steps
     assert trainer.args.per_device_train_batch_size == trainer._train_batch_size == plan.micro_batch
-    seen: list[Any] = []
-    ask = trainer.compute_loss
-    trainer.compute_loss = lambda model, inputs, **more: (
-        seen.append(dict(inputs)) or ask(model, inputs, **more)
-    )
+    assert torch.equal(weights_of(trained), before)
+    assert trained.training
+    assert not hasattr(trainer, "current_gradient_accumulation_steps")
+    sizes, ask = [], trainer.compute_loss
+
+    def counting(model: Any, inputs: Any, **more: Any) -> Any:
+        sizes.append(len(inputs["labels"]))
+        return ask(model, inputs, **more)
+
+    trainer.compute_loss = counting
     trainer.train()
-    assert [len(one["labels"]) for one in seen] == plan.micro_batches
-    texts = [
-        {"input_ids": row[mask.bool()]}
-        for one in seen
-        for row, mask in zip(one["input_ids"], one["attention_mask"], strict=True)
-    ]
-    model = gpt2().eval()
-    expected = weights_of(model) - 0.1 * gradient_of(model, mean_over_words(model, pad(texts)))
-    assert float((weights_of(trainer.model) - expected).norm() / (expected - before).norm()) < 1e-5
+
+    assert sizes == plan.micro_batches
+    rows = [data[index] for index in range(BATCH)]
+    whole = (
+        pad(rows) if labels is None else {name: torch.stack([one[name] for one in rows]) for name in rows[0]}
+    )
+    expected = model().eval()
+    loss = expected(**whole).loss
+    step = -0.1 * gradient_of(expected, loss)
+    assert float((weights_of(trained) - before - step).norm() / step.norm()) < 1e-4
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(loss.detach()), rel=1e-3)
+    lines = [note for note in plan.notes if "num_items_in_batch" in note]
+    assert len(lines) == bool(line)
+    assert all(line in note for note in lines)
 
 
 def test_an_optimizer_keeps_its_rate(tmp_path: Path) -> None:

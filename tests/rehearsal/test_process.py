@@ -101,19 +101,22 @@ def test_a_child_that_dies_is_an_error_of_one_line_and_another_answers_the_next_
     function: str, said: list[str], tmp_path: Path
 ) -> None:
     with child(tmp_path, function, oom_kills=lambda: 5) as process:
-        with pytest.raises(ChildCrashed) as found:
-            ran(process, 3)
+        failed = run_attempt(process, 3, Progress())
         assert ran(process, 2).attempt.fits
-    assert all(text in str(found.value) for text in said), found.value
-    assert "\n" not in str(found.value)
+    assert isinstance(failed.error, ChildCrashed)
+    assert (failed.attempt.fits, failed.attempt.is_error) == (False, True)
+    assert all(text in str(failed.error) for text in said), failed.error
+    assert "\n" not in str(failed.error)
+    assert failed.attempt.reason == str(failed.error)
 
 
 @warm
 def test_a_child_that_the_host_killed_for_memory_is_an_answer(tmp_path: Path) -> None:
     kills = itertools.count()
     with child(tmp_path, "killed", oom_kills=lambda: next(kills)) as process:
-        refused = run_attempt(process, 3, Progress()).attempt
+        refused, *_, error = run_attempt(process, 3, Progress())
     assert (refused.micro_batch, refused.fits, refused.peak_allocated_bytes) == (3, False, None)
+    assert (refused.is_error, error) == (False, None)
     assert refused.reason == "the host ran out of memory and ended the child process"
 
 
