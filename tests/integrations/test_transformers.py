@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from autobatch import InputError, integrations
 from tests.support.libraries import installed
@@ -104,8 +104,8 @@ def test_a_planned_step_is_that_of_the_whole_batch(tmp_path: Path, case: str) ->
     data = Texts(BATCH) if labels is None else samples(labels)
     trained, limit = model(), {"memory_budget": BUDGET} if labels is None else {"max_micro_batch": 6}
     before = weights_of(trained)
-    collator = pad if labels is None else None
-    trainer = a_trainer(tmp_path, trained, kind=kind, train_dataset=data, data_collator=collator, **options)
+    collate = pad if labels is None else default_collate
+    trainer = a_trainer(tmp_path, trained, kind=kind, train_dataset=data, data_collator=collate, **options)
     if said is not None:
         trainer.loss_is_scaled_for_ga = said
     plan = transformers.plan(trainer, target_batch=BATCH, **limit)
@@ -125,12 +125,8 @@ def test_a_planned_step_is_that_of_the_whole_batch(tmp_path: Path, case: str) ->
     trainer.train()
 
     assert sizes == plan.micro_batches
-    rows = [data[index] for index in range(BATCH)]
-    whole = (
-        pad(rows) if labels is None else {name: torch.stack([one[name] for one in rows]) for name in rows[0]}
-    )
     expected = model().eval()
-    loss = expected(**whole).loss
+    loss = expected(**collate([data[index] for index in range(BATCH)])).loss
     step = -0.1 * gradient_of(expected, loss)
     assert float((weights_of(trained) - before - step).norm() / step.norm()) < 1e-4
     assert trainer.state.log_history[0]["loss"] == pytest.approx(float(loss.detach()), rel=1e-3)

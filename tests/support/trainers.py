@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from tests.support.libraries import installed
@@ -47,33 +46,24 @@ def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
-def gpt2(loss_type: str | None = "ForCausalLM") -> Any:
-    """Build a language model of transformers without dropout, which counts as ``loss_type`` says."""
+def gpt2() -> Any:
+    """Build a language model of transformers without dropout, whose loss is a mean over words."""
     library = installed("transformers")
     torch.manual_seed(0)
     config = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     model = library.GPT2LMHeadModel(library.GPT2Config(**config | dropout | ends))
-    model.loss_type = loss_type
+    model.loss_type = "ForCausalLM"
     return model
 
 
-def mean_over_words(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean over all predicted words of a micro-batch."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
-
-
-def gradient_of(model: nn.Module, *losses: Tensor) -> Tensor:
-    """Return the sum of the gradients of losses, as one vector in float64."""
+def gradient_of(model: nn.Module, loss: Tensor) -> Tensor:
+    """Return the gradient of a loss, as one vector in float64."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
-    for loss in losses:
-        found = torch.autograd.grad(loss, trained, allow_unused=True)
-        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
-        total += torch.cat([part.flatten().double() for part in parts])
-    return total
+    found = torch.autograd.grad(loss, trained, allow_unused=True)
+    parts = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
+    return torch.cat([part.flatten().double() for part in parts])
 
 
 def weights_of(model: nn.Module) -> Tensor:
