@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TextIO, Unpack
 
 import msgspec
+from rich.console import Console
 
 from autobatch.api.pipeline import run_command, run_estimate
 from autobatch.api.run import Run, joined_ranks
@@ -22,6 +23,7 @@ from autobatch.core.options import Keywords, listing_keywords, options_from
 from autobatch.core.progress import Broadcast, Progress
 from autobatch.core.text import one_line
 from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResult, Result, TuneResult
+from autobatch.report.terminal import Terminal
 from autobatch.training.metrics import Sink, Until
 from autobatch.workload.reference import WorkloadSource
 
@@ -81,6 +83,8 @@ def plan(
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise InputError(f"world_size must be a whole number of 1 or more, found {world_size!r}")
     values = {"target_batch": target_batch, **options}
     is_alone = world_size is not None or "RANK" not in os.environ
     environ = {} if is_alone else os.environ
@@ -184,9 +188,6 @@ def _run(
 ) -> Result:
     """Check the options of a command, and run it in the ranks that an environment describes."""
     options = options_from(command, values)
-    world_size = fields.get("world_size")
-    if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise InputError(f"world_size must be a whole number of 1 or more, found {world_size!r}")
     with listening(progress) as listener, joined_ranks(environ, options.collective_timeout) as ranks:
         return run_command(Run(workload=workload, options=options, progress=listener, ranks=ranks, **fields))
 
@@ -225,28 +226,16 @@ def listening(progress: ShowProgress) -> Iterator[Progress]:
         return
     if progress not in (True, False, "auto"):
         raise InputError(f'progress must be "auto", True, False or an autobatch.Progress, found {progress!r}')
-    stream = _stream() if progress == "auto" else sys.stderr if progress else None
+    stream: TextIO | None = sys.stderr if progress else None
+    if progress == "auto":
+        if os.environ.get("RANK", "0") != "0":
+            stream = None  # rank 0 shows the same
+        elif Console().is_jupyter:
+            stream = sys.stdout
+        elif stream is not None and not stream.isatty():
+            stream = None
     if stream is None:
-        yield Broadcast([LoggedNotes(logging.WARNING)])
+        yield LoggedNotes(logging.WARNING)
         return
-    from autobatch.report.terminal import Terminal
-
     with Terminal(stream) as terminal:
         yield Broadcast([terminal, LoggedNotes()])
-
-
-def _stream() -> TextIO | None:
-    """Return the stream that the user reads; None if there is none, or if another rank shows the same."""
-    if os.environ.get("RANK", "0") != "0":
-        return None
-    if _in_notebook():
-        return sys.stdout
-    return sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
-
-
-def _in_notebook() -> bool:
-    """Check for a notebook without importing IPython: if nothing did, there is none."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    # Those of Colab and Databricks are subclasses.
-    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)

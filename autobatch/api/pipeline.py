@@ -1,11 +1,11 @@
-"""The pipeline of all commands, as stages of one `Run`.
+"""The order of the stages of a `Run`, by command.
 
     options ──► open ──► limit ──► plan ──► [tune] ──► train ──► write
                          (runs)   (exact)  (Optuna)             (result, report)
 
-`autobatch.api.stages` has the stages before the training. With an isolated run, a child process opens the
-workload for them, and this process opens it once more for the training. A resume opens a run with its stored
-plan: the stages before the training run again only if something has changed that the plan depends on.
+`autobatch.api.stages` has the stages before the training. A command runs them in a child process, and this
+process opens the workload once more for the training. A resume opens a run with its stored plan: the stages
+before the training run again only if something has changed that the plan depends on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import datetime
 import math
 import shlex
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,11 +21,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from autobatch.api.run import Run, agree_on_options, check_data_of_ranks, claim
-from autobatch.api.stages import OPENING, open_workload, plan, probe, tune_and_split
+from autobatch.api.stages import OPENING, limit, open_workload, plan, tune
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.options import Options
-from autobatch.core.records import Plan, RunRecord
+from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.rank_plan import shards_of
@@ -47,7 +46,7 @@ from autobatch.training.resume import (
     load_run_state,
 )
 from autobatch.training.run import RunInputs, train_plan
-from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, folder_of, move_earlier_run
+from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, move_earlier_run
 from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
 from autobatch.workload.contract import Workload, schedule_arguments
@@ -56,30 +55,6 @@ from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.reference import WorkloadSource, find_workload, is_named_model
 from autobatch.workload.rng import preserved_generators
 from autobatch.workload.streams import COUNTED, ENDLESS, count_samples
-
-
-def run_command(run: Run) -> Result:
-    """Run ``autobatch probe``, ``plan``, ``tune`` or ``fit``; all ranks call it.
-
-    Raises:
-        InputError: an option, the workload, or the content of the run's folder is invalid.
-        DoesNotFitError: not even a micro-batch of 1 fits.
-        AutobatchError: see `autobatch.training.run.train`.
-    """
-    agree_on_options(run)
-    if run.ranks.rank == 0:
-        check_trackers(run.options.log)
-    if run.options.command == "fit":
-        with run.held:
-            return _fit(run)
-    with preserved_generators(run.workload), run.trying:
-        open_workload(run)
-        if run.options.command == "probe":
-            probe(run)
-        else:
-            plan(run)
-            tune_and_split(run)
-    return run.result
 
 
 def run_estimate(workload: WorkloadSource, options: Options) -> Estimates:
@@ -96,25 +71,45 @@ def run_estimate(workload: WorkloadSource, options: Options) -> Estimates:
     return estimate_limits(find_workload(workload, options.seed), options)
 
 
-def _fit(run: Run) -> Result:
-    """Plan a run or take its stored plan, train it, and write the result and the report."""
-    ranks = run.ranks
-    if (earlier := ranks.earlier_out) is not None:
-        # The launcher has started the run again.
-        has_checkpoint = ranks.once(lambda: bool(list_checkpoints(earlier / CHECKPOINTS)))
+def run_command(run: Run) -> Result:
+    """Run ``autobatch probe``, ``plan``, ``tune`` or ``fit``; all ranks call it.
+
+    Raises:
+        InputError: an option, the workload, or the content of the run's folder is invalid.
+        DoesNotFitError: not even a micro-batch of 1 fits.
+        AutobatchError: see `autobatch.training.run.train`.
+    """
+    agree_on_options(run)
+    if run.ranks.rank == 0:
+        check_trackers(run.options.log)
+    if run.options.command == "fit":
+        _settle_fit(run)
+        with run.held:
+            with preserved_generators(run.workload):
+                setup, sampler, inputs = (resume if run.options.resume else begin)(run)
+            training, model = train_plan(
+                setup, run.plan, sampler, inputs, progress=run.progress, ranks=run.ranks
+            )
+            # Of a model that ranks share, this one has a part only; the file has all of it.
+            run.record(training=training, model=None if run.plan.parallel == "shard" else model)
+            write(run, inputs.out)
+    else:
+        with preserved_generators(run.workload), run.trying:
+            open_workload(run)
+            limit(run)
+            if run.options.command != "probe":
+                plan(run)
+                tune(run)
+    return run.result
+
+
+def _settle_fit(run: Run) -> None:
+    """Settle the length of a training, and resume a run that the launcher has started again."""
+    if (earlier := run.ranks.earlier_out) is not None:
+        has_checkpoint = run.ranks.once(lambda: bool(list_checkpoints(earlier / CHECKPOINTS)))
         run.settle(out=str(earlier), resume=has_checkpoint)
     if run.options.steps is None and run.options.epochs is None:
         run.settle(**({"steps": demo.STEPS} if run.workload is None else {"epochs": 1}))
-    with preserved_generators(run.workload):
-        setup, sampler, inputs = (resume if run.options.resume else begin)(run)
-    out, planned = inputs.out, run.plan
-    training, model = train_plan(setup, planned, sampler, inputs, progress=run.progress, ranks=ranks)
-    # Of a model that ranks share, this one has a part only; the file has all of it.
-    run.record(training=training, model=None if planned.parallel == "shard" else model)
-    run.record(command=run.command, options=run.options.by_name())
-    if ranks.rank == 0:
-        _write_result(run, out)
-    return run.result
 
 
 ToTrain: TypeAlias = tuple[Setup, GlobalBatchSampler, RunInputs]
@@ -129,26 +124,27 @@ def begin(run: Run) -> ToTrain:
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     options, sizes = run.options, None
-    with ExitStack() as run.trying:
+    with run.trying:
         open_workload(run)
-        process, info = run.setup, run.setup.info
+        process, info = run.process, run.process.info
         samples = info.epoch_samples
         if samples is None:
             samples = _count(run, lambda: process.call("counting the samples", count_stream))
-        out = claim(run, lambda: folder_of(options.out, info.name, resume=False))
+        out = claim(run, info.name)
         if info.shards is None:
             # Weights that cannot be exported must fail before minutes are spent on a probe.
             process.call("the check of the weights", check_exportable)
+        limit(run)
         plan(run)
-        if run.ranks.earlier_out is None:  # which is this run, started again
-            earlier = run.ranks.once(lambda: move_earlier_run(out))
-            if earlier is not None:
-                run.progress.note(f"moved the earlier run of {out} to {earlier}")
-        tune_and_split(run, options.steps or math.ceil((options.epochs or 1) * samples / run.target))
-        process, info = run.setup, run.setup.info
+        tune(run, options.steps or math.ceil((options.epochs or 1) * samples / run.target))
+        process, info = run.process, run.process.info
         if run.plan.size_cut is not None:
             # Sent, so that the process that trains need not read them again.
             sizes = process.call("reading the sizes of the samples", read_sizes)
+    if run.ranks.earlier_out is None:  # which is this run, started again
+        earlier = run.ranks.once(lambda: move_earlier_run(out))
+        if earlier is not None:
+            run.progress.note(f"moved the earlier run of {out} to {earlier}")
     # A child has ended by now, and its memory is free for the training.
     if isinstance(process, ThisProcess) and info.shards is None:
         setup = process.setup
@@ -169,8 +165,7 @@ def resume(run: Run) -> ToTrain:
     options, ranks, progress = run.options, run.ranks, run.progress
     progress.doing(OPENING)
     workload = find_workload(run.workload, options.seed)
-    out = claim(run, lambda: folder_of(options.out, workload.name, resume=True))
-    checkpoint = load_run_state(out, ranks)
+    checkpoint = load_run_state(claim(run, workload.name), ranks)
     for line in checkpoint.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     stored = msgspec.convert(checkpoint.facts["plan"], Plan)
@@ -191,25 +186,20 @@ def resume(run: Run) -> ToTrain:
     check_data_of_ranks(data, ranks, checkpoint)
     own_changes = changes_since_checkpoint(checkpoint, setup, ranks, options)
     changes = sorted({change for of_rank in ranks.gather(own_changes) for change in of_rank})
-    content = checkpoint.facts["records"]
-    records, profile = msgspec.convert(content, RunRecord), content.get("profile")
-    earlier: dict[str, Any] = {name: getattr(records, name) for name in BEFORE_TRAINING}
-    earlier["profile"] = None if profile is None else Path(profile)
-    if changes:
+    earlier = msgspec.convert(checkpoint.facts["records"], Result, dec_hook=lambda kind, value: kind(value))
+    if not changes:
+        progress.note(f"resuming from {checkpoint.path} on the same hardware")
+        progress.opened(setup.device.describe())
+        progress.planned(stored)
+        run.result = msgspec.structs.replace(earlier, plan=stored)
+    else:
         progress.note(
             f"resuming from {checkpoint.path} with another {' and another '.join(changes)}: the batch, the "
             "learning rate and the order of the data stay, the micro-batch is planned again, and sums differ "
             "by rounding"
         )
         _plan_again(run, stored, sampler, shares=setup.role.shards is not None)
-        run.record(tuning=earlier.get("tuning"))
-    else:
-        progress.note(f"resuming from {checkpoint.path} on the same hardware")
-        device = setup.device.describe()
-        progress.opened(device)
-        progress.planned(stored)
-        run.result = Result(device=device, plan=stored, title=setup.workload.name)
-        run.record(**earlier)
+        run.record(tuning=earlier.tuning)
     inputs = _inputs(run, data, resumed=checkpoint, is_exact=not changes)
     return _budgeted(run, setup), sampler, inputs
 
@@ -219,10 +209,11 @@ def _plan_again(run: Run, stored: Plan, sampler: GlobalBatchSampler, *, shares: 
     run.settle(trials=0, tune_lr=False)
     if run.ranks.world > 1:
         run.settle(parallel="shard" if shares else "replicate")
-    with ExitStack() as run.trying:
+    with run.trying:
         open_workload(run)
+        limit(run)
         plan(run)
-        tune_and_split(run, sampler.total)
+        tune(run, sampler.total)
     rate = [name for name in Plan.__struct_fields__ if name.startswith("learning_rate")]
     run.record(plan=msgspec.structs.replace(run.plan, **{name: getattr(stored, name) for name in rate}))
 
@@ -297,8 +288,11 @@ def resume_hint(command: str, out: Path) -> str:
     return shlex.join([*words, *(() if has_folder else ("--out", str(out))), "--resume"])
 
 
-def _write_result(run: Run, out: Path) -> None:
-    """Write the result and the report. A failed report is only noted: the run is done."""
+def write(run: Run, out: Path) -> None:
+    """Write the result and the report on rank 0. A failed report is only noted: the run is done."""
+    run.record(command=run.command, options=run.options.by_name())
+    if run.ranks.rank:
+        return
     run.record(
         out=out,
         report=out / REPORT,

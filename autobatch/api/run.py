@@ -1,10 +1,10 @@
-"""One run of a command or of a library call, and the agreement of its ranks on options, data and folder."""
+"""One run of a command or of a library call, and what its ranks agree on: options, data and folder."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,13 @@ from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.launch import open_ranks
-from autobatch.distributed.ranks import VERDICT, Ranks
+from autobatch.distributed.ranks import VERDICT, Ranks, launched_world
 from autobatch.rehearsal.process import ChildProcess, SetupProcess
 from autobatch.report.result import Result
+from autobatch.search.probe import Limit
 from autobatch.training.checkpoint import Loaded
 from autobatch.training.metrics import Sink, Until
-from autobatch.training.run_folder import claim_folder, named_failures
+from autobatch.training.run_folder import claim_folder, folder_of, named_failures
 from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.reference import WorkloadSource
 
@@ -48,25 +49,26 @@ class Run:
     """The processes that run this together."""
     world_size: int | None = None
     """Ranks to plan for, of another launcher; None for those that run."""
-    isolated: bool = False
-    """True to try a workload in a child process if it is given as a reference."""
+    command: str = ""
+    """The command line that repeats this run. A library call has none, and tries the workload in its own
+    process."""
     child: ChildProcess | None = None
     """A child that has begun to import torch; None to start one when it is needed."""
-    command: str = ""
-    """The command line that repeats this run."""
     sinks: tuple[Sink, ...] = ()
     """Receive the records of the training besides the files of the run."""
     until: Until | None = None
     """The user's own rule that ends the training after a step; None to train to its end."""
 
+    trying: ExitStack = field(default_factory=ExitStack)
+    """Keeps the process open that holds the setup before the training."""
+    process: SetupProcess = field(init=False)
+    """That process, once it is open."""
     held: ExitStack = field(default_factory=ExitStack)
     """Keeps the folder of the run locked until the end."""
     out: Path | None = None
     """The folder of the run; None if it has none."""
-    trying: ExitStack = field(default_factory=ExitStack)
-    """Keeps the process open that holds the setup before the training."""
-    setup: SetupProcess = field(init=False)
-    """That process, once it is open."""
+    limit: Limit = field(init=False)
+    """What fits on this rank, and what a plan may ask for on all of them, once it is known."""
     layout_reason: str | None = None
     """The reason for which the ranks share the model, or do not; None if it was asked for."""
     loss_notes: list[str] = field(default_factory=list)
@@ -79,6 +81,13 @@ class Run:
         """Samples per optimizer step, of a command that plans."""
         assert self.options.target_batch is not None
         return self.options.target_batch
+
+    @property
+    def planned_world(self) -> int:
+        """Ranks that a plan is for."""
+        if self.options.command == "plan" and self.ranks.world == 1:
+            return self.world_size or launched_world(os.environ)
+        return self.ranks.world
 
     @property
     def plan(self) -> Plan:
@@ -130,19 +139,16 @@ def agree_on_options(run: Run) -> None:
             else f"ranks is {asked}, and a call cannot start processes: use the command with --ranks "
             f"{asked}, or start the script with torchrun --nproc-per-node {asked}"
         )
-    if world == 1:
-        if options.parallel == "shard":
-            raise InputError(
-                "--parallel shard shares a model among ranks, found one process: give --ranks N with N at "
-                "least 2, or start with torchrun"
-            )
-        return
-    device = run.ranks.device(options.device)
-    common = {f"--{name.replace('_', '-')}": value for name, value in options.by_name().items()}
-    for name in OWN_OPTIONS:
-        common.pop(f"--{name.replace('_', '-')}", None)
-    run.ranks.check_equal({**common, **versions()})
-    run.settle(device=device)
+    if world == 1 and options.parallel == "shard":
+        raise InputError(
+            "--parallel shard shares a model among ranks, found one process: give --ranks N with N at "
+            "least 2, or start with torchrun"
+        )
+    common = {name: value for name, value in options.by_name().items() if name not in OWN_OPTIONS}
+    run.settle(device=run.ranks.device(options.device))
+    run.ranks.check_equal(
+        {f"--{name.replace('_', '-')}": value for name, value in common.items()} | versions()
+    )
 
 
 def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded | None = None) -> None:
@@ -164,19 +170,20 @@ def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded |
     check_same_data(digests, whose)
 
 
-def claim(run: Run, choose: Callable[[], Path]) -> Path:
-    """Lock the folder of the run on rank 0 until its end, and make it known to all ranks.
+def claim(run: Run, name: str) -> Path:
+    """Lock the folder of the run on rank 0 until its end, make it known to all ranks, and return it.
 
     Args:
         run: of this rank.
-        choose: returns the folder; called on rank 0.
+        name: of the workload, for the folder of a run that asks for none.
 
     Raises:
-        InputError: it is not writable, another run holds it, or a rank does not see it.
+        InputError: there is no run to resume, the folder is not writable, another run holds it, or a rank
+            does not see it.
     """
 
     def lock() -> str:
-        out = choose()
+        out = folder_of(run.options.out, name, resume=run.options.resume)
         run.held.enter_context(named_failures(out))
         run.held.enter_context(claim_folder(out))
         clean_unfinished(out)

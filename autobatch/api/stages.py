@@ -1,4 +1,4 @@
-"""The stages of a run before its training: open, limit, plan, check, tune and split.
+"""The stages of a run before its training: open, limit, plan and tune.
 
 Each reads and fills in the `Run`, and does its work in the process that holds the setup. Over several ranks,
 all of them run the same stages, each in its own process, and agree where one of them decides for all.
@@ -18,7 +18,6 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.records import Plan, Remedy, Tuning
 from autobatch.device.profiles import data_home
 from autobatch.distributed.rank_plan import agree_on_limit
-from autobatch.distributed.ranks import launched_world
 from autobatch.estimates.suggestions import in_words, suggest
 from autobatch.footprint.explain import memory_curve
 from autobatch.planning import make_plan, split_over_ranks
@@ -47,127 +46,95 @@ def open_workload(run: Run, *, shares: bool = False) -> None:
     shares = shares or run.options.parallel == "shard"
     role = Role(world=run.ranks.world, shards=run.ranks.world if shares else None)
     run.trying.close()
-    run.setup = run.trying.enter_context(
-        open_process(run.workload, run.options, role, isolated=run.isolated, child=run.child)
+    run.process = run.trying.enter_context(
+        open_process(run.workload, run.options, role, isolated=bool(run.command), child=run.child)
     )
 
 
-def probe(run: Run, share: int | None = None) -> tuple[Limit, int]:
+def limit(run: Run) -> None:
     """Find the largest micro-batch that fits on all ranks, or check the one that was asked for.
 
-    Args:
-        run: of this rank.
-        share: samples of a batch that this rank takes; None without a plan.
-
-    Returns:
-        The limit of this rank, and the largest micro-batch that a plan may ask for.
+    With ``--parallel auto``, the ranks share the model as soon as a whole one does not fit on one of them.
 
     Raises:
+        InputError: ranks have different workloads, or no plan is possible.
         DoesNotFitError: not even a micro-batch of 1 fits, or the one that was asked for does not.
     """
-    limit = _limit(run, share)
-    info = run.setup.info
-    found, planned, note = agree_on_limit(run.ranks, limit.probe, limit.planned, info.device)
-    if note is not None:
-        run.progress.note(note)
-    found = msgspec.structs.replace(found, **_layout(run))
-    run.result = Result(device=info.device, probe=found, profile=limit.file, command=run.command)
-    return limit, planned
-
-
-def plan(run: Run) -> None:
-    """Find the largest micro-batch, and plan the batch in micro-batches of at most that.
-
-    Raises:
-        InputError: a rule for the learning rate lacks the batch that it was tuned for.
-        DoesNotFitError: not even a micro-batch of 1 fits.
-    """
-    is_last, world = run.options.command == "plan", run.ranks.world
-    if is_last and world == 1:
-        world = run.world_size or launched_world(os.environ)
-    # An invalid plan must fail before minutes are spent on a probe.
-    _plan(run, 1, world)
-    samples = run.setup.info.epoch_samples
-    if samples is not None and run.target > samples:
-        run.progress.note(f"the batch of {run.target:,} is larger than the data, {plural(samples, 'sample')}")
-    limit, most = probe(run, split_over_ranks(run.target, world)[0])
-    planned = _plan(run, most, world)
-    run.progress.planned(planned)
-    if planned.learning_rate_rule == "none" and planned.base_batch not in (None, run.target):
-        run.progress.note(f"learning rate {planned.learning_rate:g}: {planned.learning_rate_source}")
-    info = run.setup.info
-    planned = msgspec.structs.replace(planned, **_layout(run))
-    curve = None
-    if limit.trace is not None and limit.trace.marks:
-        ran = max((attempt.micro_batch for attempt in limit.probe.attempts if attempt.fits), default=1)
-        curve = memory_curve(limit.trace, ran, new_allocator(info, capped=False))
-    # A training says it of its own batches.
-    notes = statistics_notes(info.batch_norms, planned.micro_batches) if is_last else []
-    run.record(plan=planned, title=info.name, memory_curve=curve, notes=notes)
-
-
-def _limit(run: Run, samples: int | None) -> Limit:
-    """Find the largest micro-batch of each rank, and check that all ranks have the same workload.
-
-    With ``--parallel auto``, the ranks share the model as soon as a whole one does not fit on one of them.
-    """
-    if run.options.parallel != "auto" or run.ranks.world == 1:
-        limit = _find(run, samples)
-    else:
-        failure = None
-        try:
-            limit = _find(run, samples, explains=False)
-        except DoesNotFitError as error:
-            failure = str(error).split(". ")[0]
-        failures = run.ranks.gather(failure)
+    share = None
+    if run.options.command != "probe":
+        # An invalid plan must fail before minutes are spent on a probe.
+        share = split_over_ranks(_plan(run, 1).target_batch, run.planned_world)[0]
+        samples = run.process.info.epoch_samples
+        if samples is not None and run.target > samples:
+            run.progress.note(
+                f"the batch of {run.target:,} is larger than the data, {plural(samples, 'sample')}"
+            )
+    found = _find(run, share)
+    if run.options.parallel == "auto" and run.ranks.world > 1:
+        refusals = run.ranks.gather(None if isinstance(found, Limit) else found.split(". ")[0])
         run.layout_reason = "a whole model fits on each rank, so each has its own"
-        rank = next((rank for rank, line in enumerate(failures) if line is not None), None)
+        rank = next((rank for rank, line in enumerate(refusals) if line is not None), None)
         if rank is not None:
             run.layout_reason = (
                 f"no whole model fits on rank {rank}, so the ranks share it (--parallel shard): "
-                f"{failures[rank]}"
+                f"{refusals[rank]}"
             )
             run.progress.note(run.layout_reason)
             open_workload(run, shares=True)
-            limit = _find(run, samples)
-    info = run.setup.info
+            found = _find(run, share)
+    if not isinstance(found, Limit):
+        remedies: list[Remedy] = []
+        with suppress(AutobatchError):  # the error stands without it
+            remedies = run.process.call("looking for what helps", suggest)
+        raise DoesNotFitError(f"{found}{in_words(remedies)}")
+    info = run.process.info
     # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
     data = None if info.epoch_samples is None else info.samples
     run.ranks.check_equal({"the model": info.key.get("model"), "the data": data})
     check_data_of_ranks(info.data, run.ranks)
-    return limit
+    probe, planned, note = agree_on_limit(run.ranks, found.probe, found.planned, info.device)
+    if note is not None:
+        run.progress.note(note)
+    probe = msgspec.structs.replace(probe, **_layout(run))
+    run.limit = found._replace(planned=planned)
+    run.result = Result(device=info.device, probe=probe, profile=found.file, command=run.command)
 
 
-def _find(run: Run, share: int | None, *, explains: bool = True) -> Limit:
-    """Find the largest micro-batch on this rank; say what would help if none fits."""
+def _find(run: Run, share: int | None) -> Limit | str:
+    """Find the largest micro-batch on this rank; return the reason if none fits."""
+    home = data_home(os.environ)
     try:
-        home = data_home(os.environ)
-        return find_limit(run.setup, run.options, share=share, home=home, progress=run.progress)
+        return find_limit(run.process, run.options, share=share, home=home, progress=run.progress)
     except DoesNotFitError as error:
-        if not explains:
-            raise
-        refused = str(error)
-    remedies: list[Remedy] = []
-    with suppress(AutobatchError):  # the error stands without it
-        remedies = run.setup.call("looking for what helps", suggest)
-    raise DoesNotFitError(f"{refused}{in_words(remedies)}")
+        return str(error)
 
 
-def _layout(run: Run) -> dict[str, str | None]:
-    """Return whether ranks share the model, with the reason; nothing for one process."""
-    if run.ranks.world == 1:
-        return {}
-    parallel = "replicate" if run.setup.info.shards is None else "shard"
-    return {"parallel": parallel, "parallel_reason": run.layout_reason}
+def plan(run: Run) -> None:
+    """Plan the batch in micro-batches that fit."""
+    info, trace = run.process.info, run.limit.trace
+    planned = _plan(run, run.limit.planned)
+    run.progress.planned(planned)
+    if planned.learning_rate_rule == "none" and planned.base_batch not in (None, run.target):
+        run.progress.note(f"learning rate {planned.learning_rate:g}: {planned.learning_rate_source}")
+    curve = None
+    if trace is not None and trace.marks:
+        attempts = run.limit.probe.attempts
+        ran = max((attempt.micro_batch for attempt in attempts if attempt.fits), default=1)
+        curve = memory_curve(trace, ran, new_allocator(info, capped=False))
+    # A training says it of its own batches.
+    says_all = run.options.command == "plan"
+    notes = statistics_notes(info.batch_norms, planned.micro_batches) if says_all else []
+    planned = msgspec.structs.replace(planned, **_layout(run))
+    run.record(plan=planned, title=info.name, memory_curve=curve, notes=notes)
 
 
-def _plan(run: Run, limit: int, world_size: int) -> Plan:
-    """Plan the batch in micro-batches up to ``limit``."""
-    options, info = run.options, run.setup.info
+def _plan(run: Run, most: int) -> Plan:
+    """Return the plan of the batch in micro-batches of at most ``most`` samples."""
+    options, info = run.options, run.process.info
     return make_plan(
         target_batch=run.target,
-        micro_batch_limit=limit,
-        world_size=world_size,
+        micro_batch_limit=most,
+        world_size=run.planned_world,
         multiple=options.micro_batch_multiple,
         learning_rate=info.learning_rate,
         base_batch=options.base_batch or info.base_batch,
@@ -177,35 +144,23 @@ def _plan(run: Run, limit: int, world_size: int) -> Plan:
     )
 
 
-def _examine_loss(run: Run) -> Finding:
-    """Examine whether the loss can be split, before minutes are spent on trials.
-
-    Raises:
-        InputError: it cannot, the plan splits it, and ``--split-check`` asks for an error.
-    """
-    if run.options.on_inexact_split == "off":
-        return Finding()
-    if run.setup.info.shards is not None:
-        return SHARED
-    run.progress.doing("checking that the loss can be split into micro-batches")
-    asked = run.plan.micro_batch, run.target, run.options.seed
-    try:
-        finding = run.setup.call("the check of the loss", examine_run, *asked)
-    except AutobatchError as error:
-        finding = Finding(unchecked=str(error))
-    finding.notes(run.options.on_inexact_split, run.plan)
-    return finding
+def _layout(run: Run) -> dict[str, str | None]:
+    """Return whether ranks share the model, with the reason; nothing for one process."""
+    if run.ranks.world == 1:
+        return {}
+    parallel = "replicate" if run.process.info.shards is None else "shard"
+    return {"parallel": parallel, "parallel_reason": run.layout_reason}
 
 
-def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:
+def tune(run: Run, steps: int = PLANNED_STEPS) -> None:
     """Check the loss of a plan, tune it for so many optimizer steps, and choose the split of its batches.
 
     Raises:
         InputError: the loss cannot be split, or a split by size was asked for and would change results.
     """
-    options = run.options
+    options, process = run.options, run.process
     has_trials, tunes_rate = options.command in ("tune", "fit") and options.trials != 0, options.tune_lr
-    if (has_trials or tunes_rate) and run.setup.info.shards is not None:
+    if (has_trials or tunes_rate) and process.info.shards is not None:
         run.progress.note("nothing is tuned, because the ranks share the model")
         has_trials = tunes_rate = False
     finding = _examine_loss(run)
@@ -215,9 +170,10 @@ def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:
     if has_trials or tunes_rate:
         # Only here: Optuna takes half a second to import.
         from autobatch.tuning.fastest import Tuner
+        from autobatch.tuning.learning_rate import tune_learning_rate
 
         tuner = Tuner(
-            process=run.setup,
+            process=process,
             options=options,
             planned_steps=steps,
             home=data_home(os.environ),
@@ -228,16 +184,14 @@ def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:
     if tuner is not None and has_trials:
         chosen, tuning = tuner.tune(run.plan)
         run.record(plan=chosen, tuning=tuning)
-    limit = run.result.probe
-    assert limit is not None
+    probe = run.result.probe
+    assert probe is not None
     run.progress.doing("choosing how batches are split")
-    chosen, note = choose_split(run.setup, run.plan, limit, options, check=examine, ranks=run.ranks)
+    chosen, note = choose_split(process, run.plan, probe, options, check=examine, ranks=run.ranks)
     if note:
         run.progress.note(note)
     run.record(plan=chosen)
     if tuner is not None and tunes_rate:
-        from autobatch.tuning.learning_rate import tune_learning_rate
-
         chosen, rate = tune_learning_rate(tuner, run.plan)
         tuning = msgspec.structs.replace(run.result.tuning or Tuning(), learning_rate=rate)
         run.record(plan=chosen, tuning=tuning)
@@ -245,3 +199,23 @@ def tune_and_split(run: Run, steps: int = PLANNED_STEPS) -> None:
     run.loss_notes = finding.notes(options.on_inexact_split, run.plan)
     for line in run.loss_notes:
         run.progress.note(line)
+
+
+def _examine_loss(run: Run) -> Finding:
+    """Examine whether the loss can be split, before minutes are spent on trials.
+
+    Raises:
+        InputError: it cannot, the plan splits it, and ``--split-check`` asks for an error.
+    """
+    if run.options.on_inexact_split == "off":
+        return Finding()
+    if run.process.info.shards is not None:
+        return SHARED
+    run.progress.doing("checking that the loss can be split into micro-batches")
+    asked = run.plan.micro_batch, run.target, run.options.seed
+    try:
+        finding = run.process.call("the check of the loss", examine_run, *asked)
+    except AutobatchError as error:
+        finding = Finding(unchecked=str(error))
+    finding.notes(run.options.on_inexact_split, run.plan)
+    return finding

@@ -49,7 +49,7 @@ def run_command(name: str, words: list[str]) -> int:
         return write_line(getdoc(commands[name]) or "")
     switches, others = read_words(name, words, [all_fields()["json"], all_fields()["verbose"]])
     content, text = commands[name](others)
-    return write_json(content) if switches.get("--json") else write_line(printable_lines(text))
+    return write_json(content) if switches.get("json") else write_line(printable_lines(text))
 
 
 def init(words: list[str]) -> Answer:

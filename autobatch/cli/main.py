@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from autobatch.cli.output import (
     PARTS,
@@ -71,6 +71,11 @@ demo. probe, plan and fit also take a program as it is: -- COMMAND.
   autobatch COMMAND --help        the common options
   autobatch COMMAND --help-all    every option
   autobatch --version"""
+QUESTIONS = {
+    **dict.fromkeys(("-h", "--help", "help"), HELP),
+    **dict.fromkeys(("-V", "--version"), f"autobatch {__version__}"),
+}
+"""First words that are no command, and their answers."""
 SCRIPTED = ("fit", "plan", "probe")
 """Commands that take the words of a program after ``--``."""
 COMMON_CODES = (2, 3, 130, 143)
@@ -123,68 +128,50 @@ class Call:
 def run(arguments: list[str]) -> int:
     """Run a command and return its exit code. A failure is one line and, if it is unexpected, a log."""
     name, *words = arguments or ["--help"]
-    if name in ("-h", "--help", "help"):
-        return write_line(HELP)
-    if name in ("-V", "--version"):
-        return write_line(f"autobatch {__version__}")
+    if name in QUESTIONS:
+        return write_line(QUESTIONS[name])
     call = Call(name, words, shlex.join(["autobatch", *arguments]), "--verbose" in words)
-    try:
-        return _run(call)
-    except BaseException as error:
-        return _report_failure(call, error)
-
-
-def _run(call: Call) -> int:
-    """Run a command, in one process or on this rank.
-
-    Raises:
-        InputError: there is no such command, or its words are wrong.
-    """
-    name, words = call.name, call.words
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "see autobatch --help"
-        raise InputError(f"there is no command {quoted(name)}; {hint}")
-    from autobatch.cli.parser import HELP_WORDS, help_of, parse
-    from autobatch.core.options import COMMANDS as OPENING
-    from autobatch.core.options import RUNS
+        return report_failure(call, InputError(f"there is no command {quoted(name)}; {hint}"))
+    try:
+        from autobatch.core.options import COMMANDS as OPENING
 
-    is_program = name == "record" or (name in SCRIPTED and "--" in words)
-    if name in OPENING and not is_program and not HELP_WORDS.isdisjoint(words):
-        return write_line(help_of(name, COMMANDS[name], shows_all="--help-all" in words))
-    from autobatch.distributed.launch import open_ranks, refuse_ranks, start_ranks
-    from autobatch.distributed.ranks import Ranks, read_launch
+        is_program = name == "record" or (name in SCRIPTED and "--" in words)
+        if name in OPENING and not is_program:
+            return run_workload(call)
+        from autobatch.cli import commands, script
+        from autobatch.distributed.launch import refuse_ranks
+        from autobatch.distributed.ranks import Ranks
 
-    if is_program or name not in RUNS:
         refuse_ranks(os.environ, name)
         call.ranks = Ranks()
-    if is_program:
-        from autobatch.cli.script import record, run_script
+        if is_program:
+            return script.record(words) if name == "record" else script.run_script(name, words)
+        return commands.run_command(name, words)
+    except BaseException as error:
+        return report_failure(call, error)
 
-        return record(words) if name == "record" else run_script(name, words)
-    if name not in OPENING:
-        from autobatch.cli.commands import run_command
 
-        return run_command(name, words)
+def run_workload(call: Call) -> int:
+    """Run a command that opens a workload, and return its exit code.
+
+    Raises:
+        InputError: its words are wrong, or the workload is.
+        AutobatchError: see `autobatch.api.pipeline.run_command`.
+    """
+    from autobatch.cli.parser import HELP_WORDS, help_of, parse
+
+    name, words = call.name, call.words
+    if not HELP_WORDS.isdisjoint(words):
+        return write_line(help_of(name, COMMANDS[name], shows_all="--help-all" in words))
     workload, options = parse(name, words)
     call.is_verbose = options.verbose
-    count = max(options.rank_counts, default=None) if name in RUNS else None
     with raise_on_termination():
-        if count is not None and count > 1 and read_launch(os.environ) is None:
-            ended = start_ranks([name, *words], count)
-            if ended.line is not None:
-                print_error(ended.line)
-            end_now(ended.code)  # what torch keeps for its ranks must not hold up the end
-        if name == "plan" and "RANK" not in os.environ:
-            call.ranks = Ranks()  # WORLD_SIZE alone asks for a plan for another launcher
-        call.ranks = ranks = call.ranks or open_ranks(os.environ, options.collective_timeout)
-        if ranks.world > 1 and count is None:
-            per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
-            hosts = os.environ.get("GROUP_WORLD_SIZE", "1")
-            nodes = "" if hosts == "1" else f"--nnodes {hosts} "
-            call.line = f"torchrun {nodes}--nproc-per-node {per_host} -m {call.line}"
+        call.ranks = ranks = join_ranks(call, options)
         with output_of_run(as_json=options.json) as stream:
-            result = _result_of(call, workload, options, ranks, stream)
+            result = result_of(call, workload, options, stream)
         code = 0 if stream.failure is None else undelivered_code(stream.failure)
         if options.json and ranks.rank == 0:
             code = write_json(result.to_json(*PARTS.get(name, ())))
@@ -192,62 +179,77 @@ def _run(call: Call) -> int:
         return code
 
 
-def _result_of(
-    call: Call, workload: str | None, options: Options, ranks: Ranks, stream: SafeStream
-) -> Result | Estimates:
-    """Run a command on this rank; rank 0 shows its progress and its result."""
+def join_ranks(call: Call, options: Options) -> Ranks:
+    """Return the ranks that run a command together. If this process is to start them, it ends with them."""
+    from autobatch.distributed.launch import open_ranks, refuse_ranks, start_ranks
+    from autobatch.distributed.ranks import Ranks, read_launch
+
+    if call.name == "estimate":
+        refuse_ranks(os.environ, call.name)
+        return Ranks()
+    count = max(options.rank_counts, default=1)
+    if count > 1 and read_launch(os.environ) is None:
+        ended = start_ranks([call.name, *call.words], count)
+        if ended.line is not None:
+            print_error(ended.line)
+        end_now(ended.code)  # what torch keeps for its ranks must not hold up the end
+    if call.name == "plan" and "RANK" not in os.environ:
+        return Ranks()  # WORLD_SIZE alone asks for a plan for another launcher
+    ranks = open_ranks(os.environ, options.collective_timeout)
+    if ranks.world > 1 and options.ranks is None:
+        per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
+        hosts = os.environ.get("GROUP_WORLD_SIZE", "1")
+        nodes = "" if hosts == "1" else f"--nnodes {hosts} "
+        call.line = f"torchrun {nodes}--nproc-per-node {per_host} -m {call.line}"
+    return ranks
+
+
+def result_of(call: Call, workload: str | None, options: Options, stream: SafeStream) -> Result | Estimates:
+    """Return the result of a command on this rank; rank 0 shows its progress and its result."""
     from autobatch.rehearsal.process import ChildProcess, may_copy
+    from autobatch.report.terminal import Terminal
     from autobatch.workload.reference import check_reference, is_named_model
 
-    def opened_run(**fields: Any) -> Run:
-        """Return the run of the pipeline, which tries the workload in a child."""
-        from autobatch.api.run import Run
-
-        call.run = Run(
-            workload=workload, options=options, ranks=ranks, isolated=True, command=call.line, **fields
-        )
-        return call.run
-
-    if ranks.rank:
-        from autobatch.api.pipeline import run_command
-
-        return run_command(opened_run())
-    from autobatch.report.terminal import Terminal
-
-    is_estimate = options.command == "estimate"
+    ranks, predicts = call.ranks, options.command == "estimate"
+    assert ranks is not None
     with contextlib.ExitStack() as held:
-        if workload is not None and not options.snapshot and not (is_estimate and is_named_model(workload)):
+        if workload is not None and not options.snapshot and not (predicts and is_named_model(workload)):
             check_reference(workload)  # before the seconds that torch takes to import
         # Threads of a group of ranks do not survive a copy.
         is_copy = ranks.world == 1 and may_copy(options.device)
-        child = None if is_estimate or options.resume else ChildProcess(is_copy=is_copy)
+        child = None if predicts or options.resume else ChildProcess(is_copy=is_copy)
         if child is not None and not is_copy:
-            # It imports torch while this process does.
-            held.enter_context(child)
-        terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.quiet))
-        terminal.begin(", ".join(options.snapshot) or workload, predicts=is_estimate)
+            held.enter_context(child)  # it imports torch while this process does
+        is_quiet = options.quiet or ranks.rank > 0
+        terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=is_quiet))
+        terminal.begin(", ".join(options.snapshot) or workload, predicts=predicts)
         progress = Broadcast([terminal])
         progress.doing("importing torch")
         gc.disable()  # collections while torch makes a million objects take a fifth of its import
         from autobatch.api.pipeline import run_command, run_estimate
+        from autobatch.api.run import Run
         from autobatch.step.optimizers import import_for_optimizers
 
         import_for_optimizers()
         gc.freeze()
         gc.enable()
-        if is_estimate:
+        if predicts:
             progress.doing("predicting what fits")
             estimates = run_estimate(workload, options)
             terminal.estimated(estimates)
             return estimates
         if child is not None and is_copy:
             held.enter_context(child)
-        result = run_command(opened_run(progress=progress, child=child))
-        terminal.finish(result)
+        call.run = Run(
+            workload=workload, options=options, progress=progress, ranks=ranks, command=call.line, child=child
+        )
+        result = run_command(call.run)
+        if ranks.rank == 0:
+            terminal.finish(result)
         return result
 
 
-def _report_failure(call: Call, error: BaseException) -> int:
+def report_failure(call: Call, error: BaseException) -> int:
     """Print one line, unless another rank has done so, and return the exit code."""
     import traceback
 
@@ -270,7 +272,3 @@ def _report_failure(call: Call, error: BaseException) -> int:
     if call.is_verbose:
         print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr)
     return report.exit_code
-
-
-if __name__ == "__main__":
-    main()

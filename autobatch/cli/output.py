@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from autobatch.core.errors import AutobatchError, DoesNotFitError, UserCodeError
+from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError, UserCodeError
 from autobatch.core.text import error_text, one_line
 from autobatch.core.version import __version__
 
@@ -19,6 +19,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
 }
 """Parts of the JSON of a command; other commands print all of them."""
+ENDING = ("SIGTERM", "SIGUSR1")
+"""Signals that end a command. Schedulers send SIGUSR1 before the end of a job."""
 
 
 class SafeStream:
@@ -118,21 +120,18 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def raise_on_termination() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM and SIGUSR1 within the block, so that resources are closed.
+    """Raise `Terminated` on `ENDING` within the block, so that resources are closed.
 
-    Schedulers send SIGUSR1 before the end of a job. Training has its own handlers.
+    Training has its own handlers.
     """
     import signal
-    import threading
 
     from autobatch.core.signals import handle_signals
 
     def terminate(*_: object) -> None:
         raise Terminated
 
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-    is_main = threading.current_thread() is threading.main_thread()
-    with handle_signals(numbers if is_main else [], terminate):
+    with handle_signals((getattr(signal, name) for name in ENDING if hasattr(signal, name)), terminate):
         yield
 
 
@@ -142,38 +141,35 @@ class ErrorReport(NamedTuple):
     line: str
     """One line that is safe to print, whatever the user's code wrote into it."""
     exit_code: int
-    is_logged: bool = True
+    is_logged: bool
     """True if the traceback is written to the log, because the line alone does not explain the failure."""
 
 
 def describe_failure(error: BaseException) -> ErrorReport:
     """Describe an exception in one line, with its exit code."""
-    report = _describe(error)
-    return report._replace(line=one_line(report.line))
-
-
-def _describe(error: BaseException) -> ErrorReport:
     from autobatch.workload.user_code import describe, failed_part, remarks_on, user_frame
 
+    code, is_logged, remarks = 1, True, remarks_on(error)
     if isinstance(error, KeyboardInterrupt | Terminated):
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
         line = f"{how}; what was measured and saved so far stays, and the same command uses it"
-        return ErrorReport(line, code, is_logged=False)
-    remarks = remarks_on(error)
-    if isinstance(error, AutobatchError):
-        is_logged = isinstance(error, UserCodeError) or error.exit_code == 1
-        return ErrorReport("; ".join([str(error), *remarks]), error.exit_code, is_logged)
-    if _is_oom(error):
+        is_logged = False
+    elif isinstance(error, AutobatchError):
+        line, code = "; ".join([str(error), *remarks]), error.exit_code
+        is_logged = isinstance(error, UserCodeError) or code == 1
+    elif _is_oom(error):
         text = f"{type(error).__name__}: {error_text(error)}".splitlines()[0]
         line = f"out of memory where nothing smaller can be tried: {'; '.join([text, *remarks])}; free memory"
-        return ErrorReport(line, DoesNotFitError.exit_code)
+        code = DoesNotFitError.exit_code
     # autobatch never raises SystemExit here, so it comes from the workload.
-    if failed_part(error) is not None or user_frame(error) is not None or isinstance(error, SystemExit):
-        return ErrorReport(describe(error), 2)
-    if isinstance(error, OSError) and error.strerror:
-        return ErrorReport(f"{error.filename or 'operating system error'}: {error.strerror}", 1)
-    found = f"unexpected {type(error).__name__}: {error_text(error)}"
-    return ErrorReport(f"{found}; this is a bug in autobatch, please report it", 1)
+    elif failed_part(error) is not None or user_frame(error) is not None or isinstance(error, SystemExit):
+        line, code = describe(error), InputError.exit_code
+    elif isinstance(error, OSError) and error.strerror:
+        line = f"{error.filename or 'operating system error'}: {error.strerror}"
+    else:
+        found = f"unexpected {type(error).__name__}: {error_text(error)}"
+        line = f"{found}; this is a bug in autobatch, please report it"
+    return ErrorReport(one_line(line), code, is_logged)
 
 
 def _is_oom(error: BaseException) -> bool:
@@ -185,6 +181,16 @@ def _is_oom(error: BaseException) -> bool:
     return is_oom(error)
 
 
+def new_log(kind: str = "") -> Path:
+    """Return the path of a new log in the data directory, which may not exist yet."""
+    import datetime
+
+    from autobatch.device.profiles import data_home
+
+    now = datetime.datetime.now(tz=datetime.UTC)
+    return data_home(os.environ) / "logs" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}{kind}.log"
+
+
 def write_log(error: BaseException, command: str, folder: Path | None) -> Path | None:
     """Append an exception with its traceback to the log. Return the file, or None if none can be written.
 
@@ -193,20 +199,16 @@ def write_log(error: BaseException, command: str, folder: Path | None) -> Path |
         command: the command line.
         folder: the folder of the run; None if it has none, for a file in the data directory.
     """
-    import datetime
     import platform
+    import time
     import traceback
 
-    from autobatch.device.profiles import data_home
-
-    now = datetime.datetime.now(tz=datetime.UTC)
     text = (
-        f"{now.isoformat(timespec='seconds')}  {command}\nautobatch {__version__}, "
+        f"{time.strftime('%Y-%m-%dT%H:%M:%S+00:00', time.gmtime())}  {command}\nautobatch {__version__}, "
         f"python {platform.python_version()}, in {Path.cwd()}\n"
         f"{''.join(traceback.format_exception(error))}\n"
     )
-    own = [] if folder is None else [folder / "run.log"]
-    for path in (*own, data_home(os.environ) / "logs" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}.log"):
+    for path in (*([] if folder is None else [folder / "run.log"]), new_log()):
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:

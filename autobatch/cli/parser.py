@@ -45,7 +45,7 @@ def parse(name: str, words: Sequence[str]) -> tuple[str | None, Options]:
     if len(places) > 1:
         shown = " and ".join(map(quoted, places[:2]))
         raise InputError(f"give one WORKLOAD, found {shown}; see autobatch {name} --help")
-    return options_of(name, values | ({"WORKLOAD": places[0]} if places else {}))
+    return options_of(name, values | ({"workload": places[0]} if places else {}))
 
 
 def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Options]:
@@ -53,7 +53,7 @@ def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Optio
 
     Args:
         name: the command.
-        on_line: the values on the command line, by the names of their options there, and the ``WORKLOAD``.
+        on_line: the values on the command line, by name; that of ``workload`` too.
 
     Raises:
         InputError: a value is wrong, or an option in the file is unknown, or is in the environment.
@@ -61,28 +61,29 @@ def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Optio
     for option in all_fields():
         if (variable := f"AUTOBATCH_{option.upper()}") in os.environ:
             raise InputError(f"{variable} is not read: give {spelled(option)}, or {option} in autobatch.toml")
-    path, table = _read_file()
-    words = {word.lstrip("-").replace("-", "_").lower(): value for word, value in on_line.items()}
-    given = {option: table[option] for option in table if not (option in LENGTHS and LENGTHS & words.keys())}
-    labels = {option: f"{option} in {path}" for option in given.keys() - words.keys()}
-    given |= words
-    place = given.get("workload")
+    path, in_file = _read_file()
+    taken = {*on_line, *(LENGTHS if LENGTHS & on_line.keys() else ())}
+    in_file = {option: value for option, value in in_file.items() if option not in taken}
+    given = {**in_file, **on_line}
+
+    def label(option: str) -> str:
+        return f"{option} in {path}" if option in in_file else spelled(option)
+
+    place = given.pop("workload", None)
     if place is not None and not (isinstance(place, str) and re.fullmatch(f"{TEXT}+", place)):
+        where = label("workload") if "workload" in in_file else "WORKLOAD"
         raise InputError(
-            f"{labels.get('workload', 'WORKLOAD')} must be file.py, file.py:function or module:function in "
-            f"UTF-8, found {quoted(place)}"
+            f"{where} must be file.py, file.py:function or module:function in UTF-8, found {quoted(place)}"
         )
     fields = fields_of(name)
-    names = {option: labels.get(option, spelled(option)) for option in fields}
-    return place, options_from(
-        name, {option: given[option] for option in fields if option in given}, names=names
-    )
+    values = {option: value for option, value in given.items() if option in fields}
+    return place, options_from(name, values, names={option: label(option) for option in fields})
 
 
 def read_words(
     command: str, words: Sequence[str], fields: Iterable[Option]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the options among the words of a command, as text, and the other words.
+    """Return the values of the options among the words of a command, as text by name, and the other words.
 
     Args:
         command: the command.
@@ -93,7 +94,7 @@ def read_words(
         InputError: an option is unknown or lacks its value.
     """
     options = {spelled(field.name): field for field in fields}
-    negated = {f"--no-{option[2:]}": option for option, field in options.items() if field.is_switch}
+    negated = {f"--no-{spelled(field.name)[2:]}": field for field in options.values() if field.is_switch}
     values: dict[str, Any] = {}
     others: list[str] = []
     left = list(words)
@@ -105,13 +106,13 @@ def read_words(
         if _is_value(word):
             others.append(word)
             continue
-        field = options.get(negated.get(option, option))
+        field = options.get(option) or negated.get(option)
         if field is None:
             raise InputError(unknown_option(option, options, command=command))
         if field.is_switch:
             if has_value:
                 raise InputError(f"{option} takes no value")
-            values[spelled(field.name)] = option not in negated
+            values[field.name] = option in options
             continue
         found = [value] if has_value else []
         takes_all = field.is_list and not field.choices
@@ -121,7 +122,7 @@ def read_words(
             if left and left[0][1:].isdigit():
                 raise InputError(f"{option} must be {field.expected}, found {quoted(left[0])}")
             raise InputError(f"{option} has no value: give {field.expected}")
-        values[option] = [*values.get(option, []), *found] if field.is_list else found[0]
+        values[field.name] = [*values.get(field.name, []), *found] if field.is_list else found[0]
     return values, others
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import shlex
 import sys
@@ -16,13 +15,14 @@ from msgspec import Meta
 
 from autobatch.cli.output import (
     PARTS,
+    new_log,
     output_of_run,
     raise_on_termination,
     undelivered_code,
     write_json,
     write_line,
 )
-from autobatch.cli.parser import HELP_WORDS, option_lines, options_of, read_words, spelled
+from autobatch.cli.parser import HELP_WORDS, option_lines, options_of, read_words
 from autobatch.core.errors import InputError
 from autobatch.core.options import Option, fields_of
 from autobatch.core.progress import Broadcast
@@ -58,6 +58,11 @@ RECORDING = (
     Option("Write it after this time.", name="seconds", type=Time),
 )
 """Options of ``record``."""
+PLACES = (
+    ("{}", "the size of a micro-batch", "--batch_size={}"),
+    ("steps}", "the micro-batches of a step, {steps}", "--gradient_accumulation_steps={steps}"),
+)
+"""What the words of a command have a place for, a probe's only for the first: mark, meaning, example."""
 
 
 def run_script(name: str, words: list[str]) -> int:
@@ -75,13 +80,10 @@ def run_script(name: str, words: list[str]) -> int:
     given, others = read_words(f"{name} -- COMMAND", own, fields)
     if others:
         raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(others[0])}")
-    seconds = SECONDS.convert(given.pop("--seconds", SECONDS.default), "--seconds")
+    seconds = SECONDS.convert(given.pop("seconds", SECONDS.default), "--seconds")
     _, options = options_of(name, given)
-    places = {"{}": ("the size of a micro-batch", "--batch_size={}")}
-    if name != "probe":
-        places["steps}"] = ("the micro-batches of a step, {steps}", "--gradient_accumulation_steps={steps}")
-    for place, (meaning, example) in places.items():
-        if not any(place in word for word in command):
+    for mark, meaning, example in PLACES[: 1 if name == "probe" else 2]:
+        if not any(mark in word for word in command):
             raise InputError(
                 f"no word of the command has a place for {meaning}: {shlex.join(command)}. Write for example "
                 f"{example}"
@@ -92,8 +94,7 @@ def run_script(name: str, words: list[str]) -> int:
     from autobatch.integrations.script import Runner, describe_gpu, fill, find_limit
     from autobatch.report.terminal import LABEL, Terminal
 
-    home = data_home(os.environ)
-    log = home / "logs" / f"{datetime.datetime.now(tz=datetime.UTC):%Y%m%d-%H%M%S}-{os.getpid()}-command.log"
+    log = new_log("-command")
     log.parent.mkdir(parents=True, exist_ok=True)
     filled: list[str] = []
     with (
@@ -111,7 +112,7 @@ def run_script(name: str, words: list[str]) -> int:
             f"logs, trackers), it writes in these runs, too. Its output is in {log}"
         )
         runner = Runner(command, device, seconds, log, _echo if options.verbose else None, progress)
-        result = find_limit(runner, options, home=home)
+        result = find_limit(runner, options, home=data_home(os.environ))
         progress.note("this holds for the first steps: longer samples, evaluation and saving come later")
         if name != "probe":
             progress.note(
@@ -153,18 +154,18 @@ def record(words: list[str]) -> int:
     if not HELP_WORDS.isdisjoint(own):
         return write_line((getdoc(record) or "").replace("OPTIONS", "\n".join(option_lines(RECORDING))))
     given, others = read_words("record", own, RECORDING)
-    if others or not command or "--out" not in given:
+    if others or not command or "out" not in given:
         raise InputError(
             "record takes --out FILE, and a command after --, as in autobatch record --out b8.pickle -- "
             f"python train.py; found {shlex.join(words) or 'neither'}"
         )
-    out = Path(given["--out"]).absolute()
+    out = Path(given["out"]).absolute()
     if not out.parent.is_dir():
         raise InputError(f"{out} cannot be written: there is no folder {out.parent}")
     limits = {
-        field.name: field.convert(given[option], option)
+        field.name: field.convert(given[field.name], f"--{field.name}")
         for field in RECORDING[1:]
-        if (option := spelled(field.name)) in given
+        if field.name in given
     }
     from autobatch.integrations.record import recorded
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import logging
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,12 +82,8 @@ class ZMQInteractiveShell:
     """The shell of a notebook, by its name."""
 
 
-class Shell(ZMQInteractiveShell):
-    """As in Colab."""
-
-
 def test_a_notebook_shows_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=Shell))
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
     with library.listening("auto") as progress:
         progress.note("one remark")
         progress.stepped(a_step(3, loss=0.5), 3)

@@ -73,9 +73,9 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
         def gather(self, value: Any) -> list[Any]:
             return [[True, "a"], [False, "b"]]
 
-    run = a_run(Blind())
+    run = a_run(Blind(), out=str(tmp_path))
     with run.held, pytest.raises(InputError, match="rank 1 on b does not see the folder"):
-        claim(run, lambda: tmp_path)
+        claim(run, "name")
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == []
 
 
