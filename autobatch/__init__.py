@@ -5,33 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autobatch.core.version import __version__
-
-if TYPE_CHECKING:
-    from autobatch import integrations
-    from autobatch.api.library import estimate, fit, plan, probe, tune
-    from autobatch.core.errors import (
-        AutobatchError,
-        CheckpointError,
-        DoesNotFitError,
-        InputError,
-        Interrupted,
-        NonFiniteError,
-        RestartSmallerError,
-    )
-    from autobatch.core.progress import Progress
-    from autobatch.core.records import Plan, Probe, StepRecord, Training
-    from autobatch.integrations.own_loop import batches
-    from autobatch.report.result import (
-        Estimates,
-        FitResult,
-        PlanResult,
-        ProbeResult,
-        Result,
-        TuneResult,
-    )
-    from autobatch.training.metrics import Sink
-    from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
+from autobatch.core.version import __version__ as __version__
 
 _MODULES = {
     "api.library": ("estimate", "fit", "plan", "probe", "tune"),
@@ -53,40 +27,39 @@ _MODULES = {
 }
 """Public names by the module that defines them."""
 
-__all__ = [
-    "AutobatchError",
-    "CheckpointError",
-    "DoesNotFitError",
-    "Estimates",
-    "FitResult",
-    "InputError",
-    "Interrupted",
-    "Loss",
-    "NonFiniteError",
-    "Plan",
-    "PlanResult",
-    "Probe",
-    "ProbeResult",
-    "Progress",
-    "RestartSmallerError",
-    "Result",
-    "Sink",
-    "StepRecord",
-    "Training",
-    "TuneResult",
-    "WholeBatchLoss",
-    "Workload",
-    "__version__",
-    "batches",
-    "estimate",
-    "fit",
-    "integrations",
-    "plan",
-    "probe",
-    "tune",
-]
+__all__ = ["__version__", "integrations", *(name for names in _MODULES.values() for name in names)]  # noqa: PLE0604
 
-if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses other names
+if TYPE_CHECKING:  # which refuses other names
+    from autobatch import integrations as integrations
+    from autobatch.api.library import estimate as estimate
+    from autobatch.api.library import fit as fit
+    from autobatch.api.library import plan as plan
+    from autobatch.api.library import probe as probe
+    from autobatch.api.library import tune as tune
+    from autobatch.core.errors import AutobatchError as AutobatchError
+    from autobatch.core.errors import CheckpointError as CheckpointError
+    from autobatch.core.errors import DoesNotFitError as DoesNotFitError
+    from autobatch.core.errors import InputError as InputError
+    from autobatch.core.errors import Interrupted as Interrupted
+    from autobatch.core.errors import NonFiniteError as NonFiniteError
+    from autobatch.core.errors import RestartSmallerError as RestartSmallerError
+    from autobatch.core.progress import Progress as Progress
+    from autobatch.core.records import Plan as Plan
+    from autobatch.core.records import Probe as Probe
+    from autobatch.core.records import StepRecord as StepRecord
+    from autobatch.core.records import Training as Training
+    from autobatch.integrations.own_loop import batches as batches
+    from autobatch.report.result import Estimates as Estimates
+    from autobatch.report.result import FitResult as FitResult
+    from autobatch.report.result import PlanResult as PlanResult
+    from autobatch.report.result import ProbeResult as ProbeResult
+    from autobatch.report.result import Result as Result
+    from autobatch.report.result import TuneResult as TuneResult
+    from autobatch.training.metrics import Sink as Sink
+    from autobatch.workload.contract import Loss as Loss
+    from autobatch.workload.contract import WholeBatchLoss as WholeBatchLoss
+    from autobatch.workload.contract import Workload as Workload
+else:
 
     def __getattr__(name: str) -> Any:
         """Import a public name at first use (PEP 562): ``autobatch --help`` must not wait for torch."""
