@@ -411,7 +411,7 @@ def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> st
     def plain(name: str) -> str:
         return name.lstrip("-").replace("-", "_").lower()
 
-    if (instead := REMOVED.get(plain(asked).removeprefix("autobatch_"))) is not None:
+    if (instead := REMOVED.get(plain(asked))) is not None:
         return f"the option {asked} is gone: {instead}"
     known = {plain(name): name for name in names}
     if command and plain(asked) in all_fields() and plain(asked) not in known:

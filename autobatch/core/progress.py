@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autobatch.core.records import Attempt, DeviceRecord, LrTrial, Plan, Probe, StepRecord, Trial, Tuning
 from autobatch.core.text import one_line
+
+if TYPE_CHECKING:  # making the records takes as long as the rest of `autobatch --help`
+    from autobatch.core.records import Attempt, DeviceRecord, LrTrial, Plan, Probe, StepRecord, Trial, Tuning
 
 
 class Progress:

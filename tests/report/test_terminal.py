@@ -126,21 +126,16 @@ def last_line(width: int, *events: tuple[Any, ...]) -> str:
     return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", text).replace("\r", "\n").rstrip().splitlines()[-1]
 
 
-A_STEP = a_step(40, samples_per_s=1824.0, oom_recoveries=0, validation={"loss": 0.5, "accuracy": 0.91})
-STEPS = (("saved", 40), ("stepped", A_STEP, 120), ("stepped", a_step(50, samples_per_s=1824.0), 120))
-
-
-def test_the_bar_of_the_training_shows_what_there_is_room_for() -> None:
+def test_the_live_line_shows_the_act_its_time_and_the_figures_there_is_room_for() -> None:
+    held_out = a_step(40, samples_per_s=1824.0, oom_recoveries=0, validation={"loss": 0.5, "accuracy": 0.91})
+    steps = (("saved", 40), ("stepped", held_out, 120), ("stepped", a_step(50, samples_per_s=1824.0), 120))
     figures = ["samples/s", "1 recovery", "GiB", "held-out accuracy 91.00 %", "saved 40"]
     for width, known in ((60, 0), (80, 1), (200, 5)):
-        text = last_line(width, *STEPS)
+        text = last_line(width, *steps)
         assert len(text) <= width
         assert all(figure in text for figure in ("training", "50/120", "loss"))
         assert [figure for figure in figures if figure in text] == figures[:known]
-
-
-def test_the_line_shows_the_act_and_the_time_since_it_began() -> None:
     text = last_line(60, ("doing", "comparing the best with the default, round 2 of at most 9"))
     assert "comparing the best" in text
     assert text.endswith("0:00:00")
-    assert "saving a checkpoint" in last_line(100, *STEPS, ("doing", "saving a checkpoint"))
+    assert "saving a checkpoint" in last_line(100, *steps, ("doing", "saving a checkpoint"))

@@ -86,16 +86,6 @@ def test_the_default_is_kept(reason: str | None) -> None:
     assert (reason or "") in "".join(tuning.notes)
 
 
-def test_a_search_goes_on_with_the_trials_of_an_earlier_one(tmp_path: Path) -> None:
-    """The machine has become five times slower, which changes no ratio."""
-    first = search(knobs=SHIFTS, budget=2, home=tmp_path)
-    second = search(FakeTrials(lambda values: speed_of(values) / 5), SHIFTS, home=tmp_path)
-    assert second.history[:2] == first.history
-    assert (second.best, second.low) == ({"micro_batch_shift": 1}, pytest.approx(1.1))
-    assert second.baseline_samples_per_s == 200.0
-    assert search(knobs=SHIFTS, budget=4, home=tmp_path).history == second.history
-
-
 @pytest.mark.parametrize("error", [Infeasible, TypeError, KeyboardInterrupt])
 def test_an_error_of_a_trial_closes_it_and_keeps_the_others(tmp_path: Path, error: Any) -> None:
     def speed(values: Any) -> float:
@@ -113,9 +103,6 @@ def test_an_error_of_a_trial_closes_it_and_keeps_the_others(tmp_path: Path, erro
             search(trials, SHIFTS, home=tmp_path)
     states = [trial.state for trial in open_journal(tmp_path).trials]
     assert states[:2] == [TrialState.COMPLETE, TrialState.PRUNED if error is Infeasible else TrialState.FAIL]
-
-
-# Storages.
 
 
 def search_through_kills(home: Path) -> tuple[int, Any, list[Any]]:
@@ -155,9 +142,6 @@ def test_a_study_follows_the_requested_budget_and_not_free_memory(tmp_path: Path
     assert name() != name(max_micro_batch=4)
     (tmp_path / "file").touch()
     assert name(tmp_path / "file") == name()  # kept in memory
-
-
-# In a plan.
 
 
 class TwoRanks(Ranks):

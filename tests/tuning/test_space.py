@@ -16,14 +16,7 @@ from autobatch.tuning.space import Knob, choose_knobs, defaults, knobs_of
 from tests.support.training import Rows
 from tests.support.trials import trial_setup
 
-DEFAULTS = {
-    "micro_batch_shift": 0,
-    "precision": "fp32",
-    "compile": "off",
-    "channels_last": False,
-    "optimizer": "default",
-    "loader_workers": 0,
-}
+DEFAULTS = dict(zip(KNOBS, (0, "fp32", "off", False, "default", 0), strict=True))
 CHANGING = {"precision", "channels_last", "optimizer"}
 
 
