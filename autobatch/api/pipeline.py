@@ -28,7 +28,6 @@ from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
-from autobatch.distributed.rank_plan import shards_of
 from autobatch.distributed.shared_stream import open_sampler, split_note
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.estimates.hugging_face import estimate_named, refuse_model_options
@@ -169,12 +168,11 @@ def resume(run: Run) -> ToTrain:
     for line in checkpoint.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     stored = msgspec.convert(checkpoint.facts["plan"], Plan)
-    is_shared = shards_of(stored) is not None
-    if options.parallel == "shard" and not is_shared:
+    if options.parallel == "shard" and stored.parallel != "shard":
         raise InputError(
             "--parallel shard cannot resume a run of whole models: leave it out, or begin a new run"
         )
-    shares = is_shared and options.parallel != "replicate"
+    shares = stored.parallel == "shard" and options.parallel != "replicate"
     setup = _open_to_train(run, workload, ranks.world if shares and ranks.world > 1 else None)
     stream = setup.stream
     samples = None if stream is None else _count(run, lambda: count_samples(stream))

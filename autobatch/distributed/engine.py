@@ -1,12 +1,8 @@
 """The engine of a loop: how ranks sum a batch, and how they agree on what happens to it.
 
-A loop has one engine. `Engine` serves one process, and changes nothing. `Whole` serves ranks with whole
-models, and `Shared` ranks that share one. They sum over all ranks, so that everything after the sum (checks,
-clipping, the step, counters) is the same on every rank.
-
-With a whole model, every rank runs its micro-batches alone, and `autobatch.distributed.reduce` sums the batch
-after them. If memory runs out on any rank before that, no message is on its way: all ranks drop the batch,
-and run it again.
+With a whole model on every rank (`Whole`), each runs its micro-batches alone, and
+`autobatch.distributed.reduce` sums the batch after them. If memory runs out on any rank before that, no
+message is on its way: all ranks drop the batch, and run it again. One process is a rank without others.
 
 A loss of several terms needs what each of them counts on all ranks before the backward pass. The ranks
 exchange their counts in one message, and one that ran out of memory sends none.
@@ -17,42 +13,41 @@ has all of them, bit for bit. Every rank computes the loss of the whole batch, a
 its own samples from the gradients of their representations. The sum over the ranks is the gradient of one
 pass.
 
-With a sharded model, FSDP2 gathers parameters and reduces gradients in every micro-batch, so all ranks run as
-many of them: a rank with fewer runs some of weight 0. Gradients are summed as they are, and each rank has the
-sums of its shards. If memory runs out on one rank, the others wait for it in the middle of a pass, and
-nothing can be repeated: all ranks leave, and start again in smaller micro-batches.
+With a sharded model (`Shared`), FSDP2 gathers parameters and reduces gradients in every micro-batch, so all
+ranks run as many of them: a rank with fewer runs some of weight 0. Gradients are summed as they are, and each
+rank has the sums of its shards. If memory runs out on one rank, the others wait for it in the middle of a
+pass, and nothing can be repeated: all ranks leave, and start again in smaller micro-batches.
+
+Everything after the sum (checks, clipping, the step, counters) is the same on every rank.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.signals import StopRequest
-from autobatch.distributed.group import Group, is_of_collective
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.reduce import RankTotals, sum_gradients, sum_totals, totals_of
+from autobatch.distributed.reduce import bring_to_host, kinds_of, sum_gradients, sum_rows, sum_totals
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss import StepTotals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.contract import Collated, WholeBatchLoss
-from autobatch.workload.nested import map_tensors, tensors_of
+from autobatch.workload.nested import map_tensors
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from autobatch.distributed.sharding.model import ShardedModel
+    from autobatch.distributed.shard import ShardedModel
 
 MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches on the device, each with its number of samples."""
@@ -75,20 +70,32 @@ class OutOfMemory(NamedTuple):
     """Largest micro-batch for the next try."""
 
 
-class Engine:
-    """The ranks of a loop: this process alone."""
+class Whole:
+    """The engine of ranks that have a whole model each.
+
+    It is the ``peers`` of its train state, too, which exchange what a step needs within a batch.
+    """
 
     mesh: DeviceMesh | None = None
     """The ranks of a sharded model; None if each rank holds a whole one."""
     is_alone = True
     """True if this rank may leave a batch without the others before `combine`."""
 
-    def __init__(self) -> None:
-        self.ranks = Ranks()
+    def __init__(self, ranks: Ranks | None = None, train_state: TrainState | None = None) -> None:
+        self.ranks = ranks or Ranks()
+        self._request = StopRequest()
+        self._is_exchanged: bool | None = None
+        """None before the exchange within a batch, then True if every rank had something to send."""
+        if train_state is not None and self.ranks.world > 1:
+            self._device = train_state.device
+            train_state.peers = self
+            # All ranks divide by one D, whatever their own samples count.
+            train_state.items_per_sample = train_state.items_per_sample or 1.0
 
-    def shared_request(self, request: StopRequest) -> StopRequest:
-        """Return the request to stop that all ranks obey at the same step."""
-        return request
+    @property
+    def counts_loss(self) -> bool:
+        """True on the one rank whose loss, and gradient of what only the loss uses, count."""
+        return self.ranks.rank == 0
 
     def begin_step(
         self, micro_batches: MicroBatches, count: int, most_of_ranks: Callable[[], int]
@@ -102,72 +109,16 @@ class Engine:
         """
         return micro_batches
 
-    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
-        """Sum gradients and totals over the ranks, unless one of them ran out of memory and has none.
-
-        Every rank gets the totals of the batch, or an `OutOfMemory`.
-        """
-        return outcome
-
-    def agree_on_oom(self, oom: OutOfMemory) -> OutOfMemory:
-        """Return the out-of-memory error of all ranks, after each has undone the batch."""
-        return oom
-
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the values that rank 0 has, in place."""
-
-    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state dict of the model with whole tensors; empty on the ranks that write no file."""
-        return model.state_dict()
-
-    def agree_on_request(self) -> None:
-        """Let all ranks know of a request to stop that one of them has got."""
-
-    def explain(self, error: Exception) -> Exception:
-        """Return the error of a step; a `RankLost` in its place if it tells that another rank has ended."""
-        return error
-
-
-class PeerOutOfMemory(torch.OutOfMemoryError):
-    """An end of memory on another rank."""
-
-    def __init__(self) -> None:
-        super().__init__("memory ran out on another rank")
-
-
-class RankEngine(Engine):
-    """The part of an engine that does not depend on how gradients are summed.
-
-    It is the ``peers`` of its train state, too, which exchange what a step needs within a batch.
-    """
-
-    def __init__(self, group: Group, train_state: TrainState) -> None:
-        self.ranks: Group = group
-        self._device = train_state.device
-        self._request = StopRequest(is_shared=True)
-        train_state.peers = self
-        # All ranks divide by one D, whatever their own samples count.
-        train_state.items_per_sample = train_state.items_per_sample or 1.0
-        self._must_exchange = isinstance(train_state.loss, WholeBatchLoss) or train_state.counts is not None
-        self._has_exchanged = self._has_peer_failed = False
-        """State of the exchange between the passes over the batch."""
-
-    @property
-    def counts_loss(self) -> bool:
-        """True on the one rank whose loss, and gradient of what only the loss uses, count."""
-        return self.ranks.rank == 0
-
     def _exchange(self, value: T) -> list[T]:
         """Return the value of every rank, once in a batch.
 
         Raises:
-            PeerOutOfMemory: memory ran out on another rank before.
+            OutOfMemoryError: memory ran out on another rank before.
         """
-        self._has_exchanged = True
         of_ranks = self.ranks.gather([value])
-        if [] in of_ranks:
-            self._has_peer_failed = True
-            raise PeerOutOfMemory
+        self._is_exchanged = [] not in of_ranks
+        if not self._is_exchanged:
+            raise torch.OutOfMemoryError("memory ran out on another rank")
         return [own for (own,) in of_ranks]
 
     def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
@@ -186,37 +137,46 @@ class RankEngine(Engine):
         sum_rows(self.ranks, rows)
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
-        """See `Engine.combine`."""
-        if isinstance(outcome, OutOfMemory) and self._must_exchange and not self._has_exchanged:
+        """Sum gradients and totals over the ranks, unless one of them ran out of memory and has none.
+
+        Every rank gets the totals of the batch, or an `OutOfMemory`.
+        """
+        if self.ranks.world == 1:
+            return outcome
+        exchanged, self._is_exchanged = self._is_exchanged, None
+        exchanges = isinstance(train_state.loss, WholeBatchLoss) or train_state.counts is not None
+        if isinstance(outcome, OutOfMemory) and exchanges and exchanged is None:
             self.ranks.gather([])  # the others wait for it
-        if self._has_peer_failed:
+        if exchanged is False:
             outcome = OutOfMemory("")
-        self._has_exchanged = self._has_peer_failed = False
-        own = None if isinstance(outcome, OutOfMemory) else self._measure(train_state, outcome)
+        own = None if isinstance(outcome, OutOfMemory) else self._sums(train_state, outcome)
         gathered = self.ranks.gather((self._request.own, own))
         self._request.agree(signal for signal, _ in gathered)
-        of_ranks = [totals for _, totals in gathered if totals is not None]
+        of_ranks = [sums for _, sums in gathered if sums is not None]
         if isinstance(outcome, OutOfMemory) or len(of_ranks) < len(gathered):
             return outcome if isinstance(outcome, OutOfMemory) else OutOfMemory("")
-        sum_totals(outcome, [totals for totals, _ in of_ranks])
-        self._sum(train_state, outcome, of_ranks)
+        totals, kinds, squares = map(list, zip(*of_ranks, strict=True))
+        sum_totals(outcome, totals)
+        self._sum(train_state, outcome, kinds, squares)
         return outcome
 
-    def _measure(self, train_state: TrainState, totals: StepTotals) -> tuple[RankTotals, list[float]]:
-        """Return the sums of this rank, and the squared norms of its shards."""
-        return totals_of(totals, train_state.gradients), []
+    def _sums(self, train_state: TrainState, totals: StepTotals) -> tuple[StepTotals, bytes, list[float]]:
+        """Return the sums of this rank, the kinds of its gradients, and the squared norms of its shards."""
+        return bring_to_host(totals), kinds_of(train_state.gradients), []
 
-    def _sum(self, train_state: TrainState, totals: StepTotals, of_ranks: list[Any]) -> None:
+    def _sum(
+        self, train_state: TrainState, totals: StepTotals, kinds: list[bytes], squares: list[list[float]]
+    ) -> None:
         """Sum the gradients, or their norms, over the ranks."""
-
-    def shared_request(self, request: StopRequest) -> StopRequest:
-        """See `Engine.shared_request`. A signal to any rank stops all of them after the next step."""
-        request.share()
-        self._request = request
-        return request
+        if train_state.scaler is not None and not totals.sizes:
+            # A loss scale begins with its first use, which a rank without samples does not have.
+            train_state.scaler.scale(torch.zeros((), device=train_state.device))
+        sum_gradients(self.ranks, train_state.gradients, kinds)
 
     def agree_on_oom(self, oom: OutOfMemory) -> OutOfMemory:
-        """See `Engine.agree_on_oom`."""
+        """Return the out-of-memory error of all ranks, after each has undone the batch."""
+        if self.ranks.world == 1:
+            return oom
         of_ranks = self.ranks.gather(oom)
         failed = [rank for rank, error in enumerate(of_ranks) if error.size]
         worst = min(failed, key=lambda rank: (of_ranks[rank].size, rank))
@@ -227,51 +187,27 @@ class RankEngine(Engine):
             smaller=min(of_ranks[rank].smaller for rank in failed),
         )
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """See `Engine.broadcast`.
-
-        Raises:
-            InputError: the tensors of a rank have other shapes.
-        """
-        tensors = [tensor.detach() for tensor in tensors]
-        shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-        elements = sum(tensor.numel() for tensor in tensors)
-        # Sums and messages of unlike sizes would end the process without a word.
-        self.ranks.check_equal(
-            {
-                "the shapes of the model": f"{len(shapes)} tensors of {elements:,} elements "
-                f"(digest {zlib.crc32(repr(shapes).encode()):08x})"
-            }
-        )
-        with self.ranks.waiting("receive the tensors of rank 0"):
-            for tensor in tensors:
-                dist.broadcast(tensor, 0, group=self.ranks.tensor_group(tensor.device))
+    def shared_request(self, request: StopRequest) -> StopRequest:
+        """Return the request to stop; a signal to any rank stops all of them after the next step."""
+        if self.ranks.world > 1:
+            request.share()
+        self._request = request
+        return request
 
     def agree_on_request(self) -> None:
-        """See `Engine.agree_on_request`."""
+        """Let all ranks know of a request to stop that one of them has got."""
         self._request.agree(self.ranks.gather(self._request.own))
 
+    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state dict of the model with whole tensors; empty on the ranks that write no file."""
+        return model.state_dict()
 
-class Whole(RankEngine):
-    """The engine of ranks that have a whole model each."""
-
-    def _sum(self, train_state: TrainState, totals: StepTotals, of_ranks: list[Any]) -> None:
-        if train_state.scaler is not None and not totals.sizes:
-            # A loss scale begins with its first use, which a rank without samples does not have.
-            train_state.scaler.scale(torch.zeros((), device=train_state.device))
-        sum_gradients(self.ranks, train_state.gradients, [own for own, _ in of_ranks])
+    def explain(self, error: Exception) -> Exception:
+        """Return the error of a step; a `RankLost` in its place if it tells that another rank has ended."""
+        return error
 
 
-def sum_rows(group: Group, rows: Rows) -> None:
-    """Sum the rows of all ranks, of which each has zeros for the samples of the others; bit for bit."""
-    # As bytes, because zeros leave them as they are, whatever the type.
-    wholes = [whole.view(-1).view(torch.uint8) for whole in tensors_of(rows.collated)]
-    with group.waiting("exchange the representations of a batch"):
-        for wait in [group.start_sum(whole) for whole in wholes]:
-            wait()
-
-
-class Shared(RankEngine):
+class Shared(Whole):
     """The engine of a sharded model, through which the loss of the train state runs already.
 
     The filler makes a micro-batch of weight 0 for a rank that has fewer than others.
@@ -279,8 +215,8 @@ class Shared(RankEngine):
 
     is_alone = False
 
-    def __init__(self, group: Group, train_state: TrainState, filler: Filler) -> None:
-        super().__init__(group, train_state)
+    def __init__(self, ranks: Ranks, train_state: TrainState, filler: Filler) -> None:
+        super().__init__(ranks, train_state)
         self._model: ShardedModel = train_state.shared
         self.mesh = self._model.mesh
         self._filler = filler
@@ -289,7 +225,7 @@ class Shared(RankEngine):
     def begin_step(
         self, micro_batches: MicroBatches, count: int, most_of_ranks: Callable[[], int]
     ) -> MicroBatches:
-        """See `Engine.begin_step`. Further micro-batches of weight 0 follow if other ranks have more."""
+        """See `Whole.begin_step`. Further micro-batches of weight 0 follow if other ranks have more."""
         return self._padded(micro_batches, most_of_ranks() - count)
 
     def _padded(self, micro_batches: MicroBatches, missing: int) -> Iterator[tuple[Collated, int]]:
@@ -307,34 +243,36 @@ class Shared(RankEngine):
             self._model.weight = 1.0
         self._buffers.restore()
 
-    def _measure(self, train_state: TrainState, totals: StepTotals) -> tuple[RankTotals, list[float]]:
+    def _sums(self, train_state: TrainState, totals: StepTotals) -> tuple[StepTotals, bytes, list[float]]:
         norms = [float(norm_of(own)) if own else 0.0 for own in train_state.gradients.by_optimizer()]
         # Squares are summed, as every rank measured its shards.
-        return totals_of(totals, train_state.gradients), [norm**2 for norm in norms]
+        return bring_to_host(totals), kinds_of(train_state.gradients), [norm**2 for norm in norms]
 
-    def _sum(self, train_state: TrainState, totals: StepTotals, of_ranks: list[Any]) -> None:
+    def _sum(
+        self, train_state: TrainState, totals: StepTotals, kinds: list[bytes], squares: list[list[float]]
+    ) -> None:
         """Sum the norms; FSDP2 has summed the gradients.
 
         Raises:
             InputError: FSDP2 has summed gradients of other parameters on each rank.
         """
-        if len({own.kinds for own, _ in of_ranks}) > 1:
+        if len(set(kinds)) > 1:
             raise InputError(
                 "the loss gave gradients to other parameters on each rank, for example those of the experts "
                 "that its samples chose, and FSDP2 sums those of a shared model only if all ranks have them: "
                 "use --parallel replicate, or let every forward pass use every parameter"
             )
-        squares = map(sum, zip(*(own for _, own in of_ranks), strict=True))
         # They may be infinite or NaN.
-        totals.norms = [math.sqrt(total) if total >= 0 else math.nan for total in squares]
+        sums = map(sum, zip(*squares, strict=True))
+        totals.norms = [math.sqrt(total) if total >= 0 else math.nan for total in sums]
 
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
-        """See `Engine.whole_weights`."""
+        """See `Whole.whole_weights`."""
         # Only here: importing it takes a second.
-        from autobatch.distributed.sharding.state import gather_weights
+        from autobatch.distributed.shard_state import gather_weights
 
         return gather_weights(model, keep=self.ranks.rank == 0)
 
     def explain(self, error: Exception) -> Exception:
-        """See `Engine.explain`. FSDP2 runs its collectives within the loss and its backward pass."""
-        return self.ranks.lost("train the batch", error) if is_of_collective(error) else error
+        """See `Whole.explain`. FSDP2 runs its collectives within the loss and its backward pass."""
+        return self.ranks.explain(error, "train the batch")

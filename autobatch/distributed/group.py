@@ -25,13 +25,15 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
 from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError, InputError
@@ -98,11 +100,17 @@ class Group(Ranks):
         try:
             yield
         except RuntimeError as error:
-            if not is_of_collective(error):
+            explained = self.explain(error, act)
+            if explained is error:
                 raise
-            raise self.lost(act, error) from error
+            raise explained from error
 
-    def lost(self, act: str, error: Exception) -> RankLost:
+    def explain(self, error: Exception, act: str) -> Exception:
+        """See `Ranks.explain`."""
+        is_of_collective = isinstance(error, RuntimeError) and _OF_COLLECTIVES.search(str(error))
+        return self._lost(act, error) if is_of_collective else error
+
+    def _lost(self, act: str, error: Exception) -> RankLost:
         """Return the error of a collective in the user's words."""
         return RankLost(act)
 
@@ -162,13 +170,30 @@ class Group(Ranks):
                 dist.all_reduce(torch.zeros(1, device=device), group=self._tensors)
         return self._tensors
 
-    def start_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """Begin to sum a tensor over the ranks in place; return a function that waits for the sum.
+    def sum(self, tensors: Sequence[Tensor], act: str) -> None:
+        """See `Ranks.sum`."""
+        with self.waiting(act):
+            for work in [
+                dist.all_reduce(tensor, group=self.tensor_group(tensor.device), async_op=True)
+                for tensor in tensors
+            ]:
+                work.wait()
 
-        Both are called within `waiting`.
-        """
-        group = self.tensor_group(tensor.device)
-        return dist.all_reduce(tensor, group=group, async_op=True).wait  # type: ignore[no-any-return]
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """See `Ranks.send`."""
+        tensors = [tensor.detach() for tensor in tensors]
+        shapes = repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors])
+        elements = sum(tensor.numel() for tensor in tensors)
+        # Sums and messages of unlike sizes would end the process without a word.
+        self.check_equal(
+            {
+                "the shapes of the model": f"{len(tensors)} tensors of {elements:,} elements "
+                f"(digest {zlib.crc32(shapes.encode()):08x})"
+            }
+        )
+        with self.waiting("receive the tensors of rank 0"):
+            for tensor in tensors:
+                dist.broadcast(tensor, 0, group=self.tensor_group(tensor.device))
 
 
 class LaunchedGroup(Group):
@@ -206,8 +231,8 @@ class LaunchedGroup(Group):
                 )
         return device
 
-    def lost(self, act: str, error: Exception) -> RankLost:
-        """See `Group.lost`. The connections are closed first, so that every rank notices at once."""
+    def _lost(self, act: str, error: Exception) -> RankLost:
+        """See `Group._lost`. The connections are closed first, so that every rank notices at once."""
         traceback.clear_frames(error.__traceback__)  # they would keep the connections open
         self._disconnect()
         deadline, missing = time.monotonic() + ROLL_CALL_S, list[int]()
@@ -317,11 +342,6 @@ def join_existing(world: int) -> Group | None:
     if not dist.is_initialized() or dist.get_world_size() != world:
         return None
     return join_loop()
-
-
-def is_of_collective(error: Exception) -> bool:
-    """Check whether an error came from a collective."""
-    return isinstance(error, RuntimeError) and _OF_COLLECTIVES.search(str(error)) is not None
 
 
 def _leave() -> None:

@@ -1,22 +1,11 @@
-"""The plan of a batch over ranks, and the engine that a loop gets for it."""
+"""The plan of a batch over ranks: what fits on all of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
-from autobatch.core.records import DeviceRecord, Plan, Probe, SizeCut
-from autobatch.distributed.engine import Engine, Filler, Shared, Whole
-from autobatch.distributed.group import Group
+from autobatch.core.records import DeviceRecord, Probe, SizeCut
 from autobatch.distributed.ranks import Ranks
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from autobatch.distributed.sharding.model import ShardedModel
-    from autobatch.step.train_state import TrainState
 
 
 def agree_on_limit(
@@ -58,38 +47,3 @@ def agree_on_cut(ranks: Ranks, cut: SizeCut | None) -> SizeCut | None:
         micro_batch=min(known.micro_batch for known in cuts),
         max_micro_batch=min(known.max_micro_batch for known in cuts),
     )
-
-
-def shards_of(plan: Plan) -> int | None:
-    """Return the number of ranks that share one model; None if each has a whole one."""
-    return plan.world_size if plan.parallel == "shard" else None
-
-
-def model_of_ranks(
-    ranks: Ranks, plan: Plan, model: nn.Module, device: torch.device
-) -> tuple[nn.Module, ShardedModel | None]:
-    """Return the model that trains on the device of this rank; all ranks call it.
-
-    Returns:
-        The model itself and None if each rank has a whole one, else a copy that is sharded.
-
-    Raises:
-        InputError: the model cannot be sharded; the message says why.
-    """
-    if plan.parallel != "shard" or not isinstance(ranks, Group):
-        return model.to(device), None
-    # Only here: importing FSDP takes a second.
-    from autobatch.distributed.sharding.build import shard_over
-
-    return shard_over(ranks, model, plan.precision, device)
-
-
-def open_engine(ranks: Ranks, train_state: TrainState, filler: Filler) -> Engine:
-    """Return the engine of a loop, whose filler serves ranks with fewer micro-batches; all ranks call it."""
-    if not isinstance(ranks, Group):
-        return Engine()
-    if train_state.shared is not None:
-        return Shared(ranks, train_state, filler)
-    engine = Whole(ranks, train_state)
-    engine.broadcast([*train_state.model.parameters(), *train_state.model.buffers()])
-    return engine

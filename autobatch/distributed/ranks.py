@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VERDICT = "verdict.json"
 """File in the folder of a run over ranks that keeps the exit code of the newest attempt, if it failed."""
@@ -83,6 +86,20 @@ class Ranks:
                         f"the ranks differ in {name}: rank {rank} has {of_rank.get(name)}, and rank 0 has "
                         f"{expected}. Start all of them alike"
                     )
+
+    def sum(self, tensors: Sequence[Tensor], act: str) -> None:
+        """Sum tensors over the ranks in place; ``act`` is the purpose, as follows "could not"."""
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the tensors that rank 0 has, in place.
+
+        Raises:
+            InputError: the tensors of a rank have other shapes.
+        """
+
+    def explain(self, error: Exception, act: str) -> Exception:
+        """Return an error, or a `RankLost` in its place if it tells that another rank has ended."""
+        return error
 
     def enter(self, out: Path) -> None:
         """Set the folder of the run, for `fail`."""

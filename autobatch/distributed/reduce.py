@@ -5,24 +5,25 @@ gradient was touched. Then small gradients travel together, because it is the nu
 small models time, and large ones in their own memory. A parameter for which no rank has a gradient keeps
 none.
 
-Gradients are sums of totals ÷ D, with one D for all ranks: `RankEngine` fixes the items per sample that it
-follows from.
+Gradients are sums of totals ÷ D, with one D for all ranks: `autobatch.distributed.engine` fixes the items per
+sample that it follows from.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from autobatch.core.errors import InputError
 from autobatch.core.units import MiB
-from autobatch.distributed.group import Group
+from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import Gradients
 from autobatch.step.loss import ONE, StepTotals, Term, numbers_of_terms, read_numbers
+from autobatch.step.whole_batch import Rows
+from autobatch.workload.nested import tensors_of
 
 TOGETHER_BYTES = 4 * MiB
 """Most bytes of the small gradients, which are copied to travel. The activations that are free by then had
@@ -31,74 +32,61 @@ DENSE, SPARSE = 1, 2
 """Kinds of a gradient; 0 for none."""
 
 
-class RankTotals(NamedTuple):
-    """The sums of a batch on one rank, on the host."""
-
-    form: str
-    """Form of the loss; empty if no micro-batch ran."""
-    divisor: float
-    """D."""
-    loss: float
-    items: float | None
-    """Σ of the counts of a `Loss`."""
-    terms: dict[str, Term]
-    """The sums of each of several terms."""
-    kinds: bytes
-    """The kind of the gradient of each parameter."""
+def bring_to_host(totals: StepTotals) -> StepTotals:
+    """Replace the sums of a rank that are on its device by numbers, which can be sent."""
+    totals.loss, count, *read = read_numbers([totals.loss, totals.count, *numbers_of_terms(totals)])
+    totals.count = None if totals.count is None else count
+    for term, own, count in zip(totals.terms.values(), read[::2], read[1::2], strict=True):
+        term.loss, term.count = own, count
+    return totals
 
 
-def totals_of(totals: StepTotals, gradients: Gradients) -> RankTotals:
-    """Return the sums of this rank."""
-    form = totals.form or {ONE: False}
-    words = ", ".join(f"{name} (a {'Loss' if has_count else 'tensor'})" for name, has_count in form.items())
-    loss, items, *read = read_numbers([totals.loss, totals.count, *numbers_of_terms(totals)])
-    of_terms = zip(totals.terms.items(), read[::2], read[1::2], strict=True)
-    return RankTotals(
-        form=words if totals.sizes else "",
-        divisor=totals.divisor if totals.sizes else 0.0,
-        loss=loss,
-        items=None if totals.count is None else items,
-        terms={name: Term(items=term.items, loss=own, count=count) for (name, term), own, count in of_terms},
-        kinds=bytes(
-            0 if gradient is None else SPARSE if gradient.is_sparse else DENSE
-            for _, gradient in gradients.by_parameter()
-        ),
+def kinds_of(gradients: Gradients) -> bytes:
+    """Return the kind of the gradient of each parameter."""
+    return bytes(
+        0 if gradient is None else SPARSE if gradient.is_sparse else DENSE
+        for _, gradient in gradients.by_parameter()
     )
 
 
-def sum_totals(totals: StepTotals, of_ranks: Sequence[RankTotals]) -> None:
+def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
     """Replace the sums of one rank by those of all.
 
     Raises:
         InputError: the losses of the ranks have different forms.
     """
-    forms = sorted({own.form for own in of_ranks} - {""})
+    ran = [own for own in of_ranks if own.sizes]
+    forms = sorted({_form_in_words(own) for own in ran})
     if len(forms) > 1:
         raise InputError(
             f"the workload's loss returned {forms[0]} on one rank, and {forms[1]} on another: return "
             "the same terms of the same kinds"
         )
-    counts = [own.items for own in of_ranks if own.items is not None]
+    terms: dict[str, Term] = {}
+    for name, term in [item for own in of_ranks for item in own.terms.items()]:
+        whole = terms.setdefault(name, Term(items=term.items))
+        whole.loss, whole.count = whole.loss + term.loss, whole.count + term.count
+    counts = [own.count for own in of_ranks if own.count is not None]
     totals.loss = sum(own.loss for own in of_ranks)
     totals.count = sum(counts) if counts else None
-    totals.divisor = max(own.divisor for own in of_ranks)
-    totals.terms = {}
-    for name, term in [item for own in of_ranks for item in own.terms.items()]:
-        whole = totals.terms.setdefault(name, Term(items=term.items))
-        whole.loss, whole.count = whole.loss + term.loss, whole.count + term.count
+    totals.divisor = max(own.divisor for own in ran)
+    totals.terms = terms
 
 
-def sum_gradients(ranks: Group, gradients: Gradients, of_ranks: Sequence[RankTotals]) -> None:
-    """Sum the gradients over the ranks in place.
+def _form_in_words(totals: StepTotals) -> str:
+    form = totals.form or {ONE: False}
+    return ", ".join(f"{name} (a {'Loss' if has_count else 'tensor'})" for name, has_count in form.items())
+
+
+def sum_gradients(ranks: Ranks, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
+    """Sum the gradients over the ranks in place, given the kinds that each rank has.
 
     Raises:
         InputError: a gradient is sparse.
     """
     small, large = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list), list[Tensor]()
     dense = list[Tensor]()
-    for kinds, (parameter, gradient) in zip(
-        zip(*(own.kinds for own in of_ranks), strict=True), gradients.by_parameter(), strict=True
-    ):
+    for (parameter, gradient), *kinds in zip(gradients.by_parameter(), *of_ranks, strict=True):
         if SPARSE in kinds:
             raise InputError(
                 f"ranks sum no sparse gradients, and a parameter of shape {tuple(parameter.shape)} has one: "
@@ -112,12 +100,17 @@ def sum_gradients(ranks: Group, gradients: Gradients, of_ranks: Sequence[RankTot
         (small[gradient.dtype, gradient.device] if room >= 0 else large).append(gradient)
     joined = [torch.cat([gradient.flatten() for gradient in own]) for own in small.values()]
     whole = [gradient.contiguous() for gradient in large]
-    with ranks.waiting("sum the gradients"):
-        for wait in [ranks.start_sum(tensor) for tensor in [*joined, *whole]]:
-            wait()
+    ranks.sum([*joined, *whole], "sum the gradients")
     for own, tensor in zip(small.values(), joined, strict=True):
         parts = torch.split(tensor, [gradient.numel() for gradient in own])
         torch._foreach_copy_(own, [part.view(g.shape) for part, g in zip(parts, own, strict=True)])
     for gradient, tensor in zip(large, whole, strict=True):
         if gradient is not tensor:
             gradient.copy_(tensor)
+
+
+def sum_rows(ranks: Ranks, rows: Rows) -> None:
+    """Sum the rows of all ranks, of which each has zeros for the samples of the others; bit for bit."""
+    # As bytes, because zeros leave them as they are, whatever the type.
+    wholes = [whole.view(-1).view(torch.uint8) for whole in tensors_of(rows.collated)]
+    ranks.sum(wholes, "exchange the representations of a batch")

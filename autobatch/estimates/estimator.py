@@ -42,7 +42,7 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.streams import scanned, stream_notes
 
 if TYPE_CHECKING:  # importing FSDP takes a second
-    from autobatch.distributed.sharding.model import Sharding
+    from autobatch.distributed.shard import Sharding
 
 
 class Layout(NamedTuple):
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
         if self.parallel == "replicate":
             yield None
             return
-        from autobatch.distributed.sharding.build import fake_ranks
+        from autobatch.distributed.shard import fake_ranks
 
         with fake_ranks(self.world) as sharding:
             yield sharding
@@ -190,7 +190,7 @@ class Estimator:
         """Return the layout of ranks that share a model."""
         check_loss_of_ranks(self._workload, world)
         # Here, or each copy would import it again.
-        import autobatch.distributed.sharding.build  # noqa: F401
+        import autobatch.distributed.shard  # noqa: F401
 
         return Layout(world, "shard")
 

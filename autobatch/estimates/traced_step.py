@@ -31,7 +31,7 @@ from autobatch.workload.nested import Passes, held, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:  # importing FSDP takes a second
-    from autobatch.distributed.sharding.model import Sharding
+    from autobatch.distributed.shard import Sharding
 
 STEPS = (1, 2)
 """Micro-batches of each step. Adam's state appears in the first step, and ``.grad`` is resident while the

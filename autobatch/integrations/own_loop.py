@@ -22,8 +22,8 @@ from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.knobs import LOADER_WORKERS
 from autobatch.core.options import Options
 from autobatch.core.records import Plan
-from autobatch.distributed.engine import Engine, Whole
-from autobatch.distributed.group import Group, join_loop
+from autobatch.distributed.engine import Whole
+from autobatch.distributed.group import join_loop
 from autobatch.distributed.ranks import Ranks, launched_world
 from autobatch.distributed.shared_stream import open_sampler
 from autobatch.step.counts import CountsAhead
@@ -198,7 +198,7 @@ class Batches:
     """The batches of a run; see `batches`."""
 
     train_state: TrainState
-    engine: Engine
+    engine: Whole
     split: Split
     micro_batch: int
     sampler: GlobalBatchSampler
@@ -296,12 +296,11 @@ def batches(
         sampler.reader.skip(sampler.seen(start))
     split = split_of(plan, WorstCaseSampler(known, seed=seed).sizes, rank=ranks.rank, world=ranks.world)
     state = _train_state_of(known, plan, optimizers, scaler)
-    engine = Engine()
-    if isinstance(ranks, Group):
+    if ranks.world > 1:
         weights = [parameter.detach().double() for parameter in state.parameters]
         held = f"{sum(weight.numel() for weight in weights):,} of norm {float(norm_of(weights)):.12g}"
         ranks.check_equal({"weights before the first step (seed all ranks alike)": held})
-        engine = Whole(ranks, state)
+    engine = Whole(ranks, state)
     workers = int(plan.knobs.get(LOADER_WORKERS) or known.loading.workers or 0)
     has_gpu = workers and torch.cuda.is_available()
     gpu = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None

@@ -155,7 +155,7 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
                 yield train_state
         return
     # Importing FSDP takes a second, which a run without it saves.
-    from autobatch.distributed.sharding.build import sharded_copy
+    from autobatch.distributed.shard import sharded_copy
 
     with meter.uncounted():
         model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, setup.device.torch_device)

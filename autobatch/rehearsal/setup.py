@@ -38,7 +38,7 @@ from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_n
 from autobatch.workload.user_code import user_code
 
 if TYPE_CHECKING:
-    from autobatch.distributed.sharding.model import Sharding
+    from autobatch.distributed.shard import Sharding
 
 KeyValue = str | int | None
 
@@ -146,13 +146,13 @@ def open_setup(
             on_meta = None if role.shards is None else built_on_meta(workload)
             if on_meta is not None:
                 # Only here: importing FSDP takes a second, which a run without it saves.
-                from autobatch.distributed.sharding.model import check_sharding
+                from autobatch.distributed.shard import check_sharding
 
                 check_sharding(on_meta, options.precision)
             model = build_model(workload) if on_meta is None or role.rank == 0 else on_meta
     sharding = None
     if role.shards is not None and role.rank is None:
-        from autobatch.distributed.sharding.build import sharding_alone
+        from autobatch.distributed.shard import sharding_alone
 
         sharding = sharding_alone(role.shards, device.torch_device.type)
     return Setup(

@@ -58,7 +58,7 @@ class TrainState:
     peers: Any = None
     """The engine of the ranks that train the batch (`autobatch.distributed.engine`); None for one process."""
     shared: Any = None
-    """The model if ranks share it (`autobatch.distributed.sharding.model`); None if it is whole here."""
+    """The model if ranks share it (`autobatch.distributed.shard`); None if it is whole here."""
 
     def feed(self, fetched: MicroBatches, meter: Meter) -> MicroBatches:
         """Move the micro-batches of a batch to the device, as often as the loss needs; see `nested.feed`."""

@@ -13,7 +13,8 @@ from autobatch.core.knobs import LOADER_WORKERS
 from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
-from autobatch.distributed.rank_plan import model_of_ranks, open_engine
+from autobatch.distributed.engine import Shared, Whole
+from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.gradients import Optimizers
@@ -73,7 +74,11 @@ def open_loop(
             ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
             return to_device(load_micro_batch(setup.workload, ids), device.torch_device), len(ids)
 
-        engine = open_engine(ranks, train_state, filler)
+        if train_state.shared is not None:
+            engine: Whole = Shared(ranks, train_state, filler)
+        else:
+            engine = Whole(ranks, train_state)
+            ranks.send([*train_state.model.parameters(), *train_state.model.buffers()])
         if ranks.rank:
             seed_rank(options.seed, ranks.rank)
         loop = Loop(
@@ -101,7 +106,13 @@ def _open_train_state(setup: Setup, plan: Plan, options: Options, meter: Meter, 
     """Place the model on the device of this rank, and build what its steps need."""
     meter.mark("setup")
     device = setup.device.torch_device
-    model, shared = model_of_ranks(ranks, plan, setup.model, device)
+    if plan.parallel == "shard" and isinstance(ranks, Group):
+        # Only here: importing FSDP takes a second.
+        from autobatch.distributed.shard import shard_over
+
+        model, shared = shard_over(ranks, setup.model, plan.precision, device)
+    else:
+        model, shared = setup.model.to(device), None
     meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
     settings = StepSettings(
         precision=plan.precision,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.files import replaced_file
-from autobatch.distributed.engine import Engine
+from autobatch.distributed.engine import Whole
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
@@ -24,7 +24,7 @@ METADATA = {"format": "pt"}
 bytes of a file differ from run to run, because safetensors writes them in any order."""
 
 
-def export_weights(train_state: TrainState, folder: Path, engine: Engine | None = None) -> None:
+def export_weights(train_state: TrainState, folder: Path, engine: Whole | None = None) -> None:
     """Write the weights as safetensors, and their averages if there are any.
 
     All ranks call it, and rank 0 writes. Of tied weights a file has one, and its metadata name the others
@@ -33,7 +33,7 @@ def export_weights(train_state: TrainState, folder: Path, engine: Engine | None 
     Raises:
         CheckpointError: a file cannot be written.
     """
-    engine = engine or Engine()
+    engine = engine or Whole()
     _export(train_state.model, folder / WEIGHTS, engine)
     if train_state.average is not None:
         with train_state.averaged():
@@ -69,7 +69,7 @@ def _can_be_written(dtype: torch.dtype) -> bool:
         return False
 
 
-def _export(model: nn.Module, path: Path, engine: Engine) -> None:
+def _export(model: nn.Module, path: Path, engine: Whole) -> None:
     """Write one file on rank 0, with whole tensors."""
     weights = engine.whole_weights(model)
     engine.ranks.once(lambda: _write(weights, path))

@@ -34,7 +34,7 @@ from autobatch.core.signals import StopRequest
 from autobatch.core.units import format_bytes
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.distributed.engine import Engine, OutOfMemory
+from autobatch.distributed.engine import OutOfMemory, Whole
 from autobatch.step.gradients import Optimizers
 from autobatch.step.loss import StepTotals
 from autobatch.step.train_state import TrainState
@@ -80,7 +80,7 @@ class Loop:
     """Forms the micro-batches of each batch."""
     feed: Feed
     """Fetches and collates the micro-batches."""
-    engine: Engine = field(default_factory=Engine)
+    engine: Whole = field(default_factory=Whole)
     """The ranks that train each batch together."""
     schedules: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
     """One per optimizer, or empty."""

@@ -26,7 +26,6 @@ from autobatch.core.options import Options
 from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.device.oom import is_oom, memory_named
-from autobatch.distributed.rank_plan import shards_of
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.ema import load_average
@@ -127,7 +126,7 @@ def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> M
     if not forms:
         return state
     # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.sharding.state import read_shards, sharded_parameters
+    from autobatch.distributed.shard_state import read_shards, sharded_parameters
 
     assert folder is not None
     wanted = {name: tuple(form) for name, *form in forms.values()}
@@ -279,7 +278,7 @@ def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, option
     changes = {
         "--split": options.split not in ("auto", plan.split),
         "sizes of the samples": cut is not None and (sizes is None or sizes_digest(sizes) != cut.digest),
-        "--parallel": setup.role.shards != shards_of(plan),
+        "--parallel": setup.role.shards != (plan.world_size if plan.parallel == "shard" else None),
         "number of ranks": len(of_ranks) != ranks.world,
     }
     if len(of_ranks) == ranks.world:

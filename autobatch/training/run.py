@@ -167,7 +167,7 @@ def train(loop: Loop, run: RunInputs, progress: Progress) -> Training:
         # The run is over: what is exported, and what the caller gets, are the averaged weights.
         switch(loop.train_state.optimizers, train=False)
         progress.doing("writing the weights")
-        loop.engine.broadcast(loop.train_state.model.buffers())
+        loop.engine.ranks.send(loop.train_state.model.buffers())
         with memory_named("the weights were exported, after the last checkpoint"):
             export_weights(loop.train_state, run.out, loop.engine)
         record = running.summary(validation)
@@ -306,7 +306,7 @@ class _Run:
         The weights and the random states of the training are restored.
         """
         loop = self._loop
-        loop.engine.broadcast(loop.train_state.model.buffers())
+        loop.engine.ranks.send(loop.train_state.model.buffers())
         averaged = averaged_weights(loop.train_state.optimizers)
         # One rank of a shared model can neither stop alone nor, out of memory, fail with the others.
         loop.can_be_saved = is_alone = loop.engine.is_alone
@@ -378,7 +378,7 @@ class _Run:
         loop.can_be_saved = ranks.world == 1
         doing = f"the checkpoint of step {loop.batches_seen} was written; earlier checkpoints are intact"
         with memory_named(doing):
-            loop.engine.broadcast(loop.train_state.model.buffers())
+            loop.engine.ranks.send(loop.train_state.model.buffers())
             self._newest = save_checkpoint(
                 run.out / CHECKPOINTS,
                 step=loop.batches_seen,

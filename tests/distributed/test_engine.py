@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autobatch import InputError
-from autobatch.distributed.engine import sum_rows
 from autobatch.distributed.group import Group
+from autobatch.distributed.reduce import sum_rows
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.detection import (
@@ -185,12 +184,8 @@ class Second:
     def __init__(self, other: Tensor) -> None:
         self.other = other
 
-    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
-        tensor += self.other.reshape(-1).view(torch.uint8)
-        return lambda: None
-
-    def waiting(self, act: str) -> Any:
-        return nullcontext()
+    def sum(self, tensors: list[Tensor], act: str) -> None:
+        tensors[0] += self.other.reshape(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int64])
@@ -214,7 +209,7 @@ def train_unlike() -> list[str]:
 
     loop = ranked_loop(group, make_workload(loss=loss), [4, 4], target_batch=8, steps=1)
     model = nn.Linear(5, 3 + group.rank)
-    for act in (lambda: loop.engine.broadcast(model.parameters()), lambda: list(loop.run())):
+    for act in (lambda: loop.engine.ranks.send(model.parameters()), lambda: list(loop.run())):
         try:
             act()
         except InputError as error:

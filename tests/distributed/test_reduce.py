@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from autobatch import InputError
 from autobatch.distributed import reduce
-from autobatch.distributed.reduce import sum_gradients, sum_totals, totals_of
+from autobatch.distributed.reduce import bring_to_host, kinds_of, sum_gradients, sum_totals
 from autobatch.step.gradients import Gradients
 from autobatch.step.loss import StepTotals
 
@@ -38,13 +37,10 @@ class Rank:
         self.barrier.wait(20)
         return found
 
-    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
-        self.sums += 1
-        tensor.copy_(torch.stack(self.gather(tensor.clone())).sum(0))
-        return lambda: None
-
-    def waiting(self, act: str) -> AbstractContextManager[None]:
-        return nullcontext()
+    def sum(self, tensors: Sequence[Tensor], act: str) -> None:
+        for tensor in tensors:
+            self.sums += 1
+            tensor.copy_(torch.stack(self.gather(tensor.clone())).sum(0))
 
 
 def gradients_of(rank: int, dtypes: Sequence[torch.dtype]) -> tuple[list[nn.Parameter], Gradients]:
@@ -66,7 +62,7 @@ def run_ranks(dtypes: Sequence[torch.dtype], *, is_sparse: bool = False) -> list
         parameters, gradients = gradients_of(number, dtypes)
         if is_sparse and number == 1:
             parameters[0].grad = parameters[0].grad.to_sparse(1)  # type: ignore[union-attr]
-        of_ranks = rank.gather(totals_of(StepTotals(samples=9), gradients))
+        of_ranks = rank.gather(kinds_of(gradients))
         try:
             sum_gradients(rank, gradients, of_ranks)
             found[number] = [parameter.grad for parameter in parameters], rank.sums
@@ -110,14 +106,14 @@ def totals(form: dict[str, bool] | None, **sums: Any) -> StepTotals:
 
 
 def test_sums_of_ranks_with_and_without_samples_are_those_of_one() -> None:
-    gradients, counted = gradients_of(0, FLOATS)[1], {"": True}
+    counted = {"": True}
     own = [
         totals(counted, divisor=4.0, loss=torch.tensor(0.5), count=3),
         totals(None),
         totals(counted, divisor=4.0, loss=0.25, count=torch.tensor(2.0)),
     ]
-    sum_totals(own[1], [totals_of(one, gradients) for one in own])
+    sum_totals(own[1], [bring_to_host(one) for one in own])
     assert (own[1].loss, own[1].count, own[1].divisor) == (0.75, 5.0, 4.0)
     other = totals({"first": False, "second": False}, divisor=4.0)
     with pytest.raises(InputError, match="second"):
-        sum_totals(own[0], [totals_of(one, gradients) for one in (own[0], other)])
+        sum_totals(own[0], [own[0], bring_to_host(other)])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autobatch import Workload
 from autobatch.distributed.engine import Shared
 from autobatch.distributed.group import Group
-from autobatch.distributed.sharding.model import Sharding
+from autobatch.distributed.shard import shard
 from autobatch.step.train_step import train_step
 from autobatch.training.loop import Loop
 from autobatch.training.resume import capture_loop
@@ -74,7 +74,7 @@ def sharded_loop(
 
     def model() -> nn.Module:
         whole = workload.model()
-        arranged.append(Sharding(mesh)(whole, precision))
+        arranged.append(shard(mesh, whole, precision))
         return whole
 
     loop = make_loop(

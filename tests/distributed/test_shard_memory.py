@@ -18,8 +18,7 @@ from autobatch import InputError
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.allocator.tracker import StorageTracker
-from autobatch.distributed.sharding.build import fake_ranks, sharding_alone
-from autobatch.distributed.sharding.model import Sharding
+from autobatch.distributed.shard import fake_ranks, shard, sharding_alone
 from autobatch.estimates.traced_step import TracedStep, record
 from autobatch.rehearsal.rehearsal import on_copies
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
@@ -77,7 +76,7 @@ def real(precision: Any) -> tuple[int, int]:
     group, workload = open_group(), WORKLOADS["transformer"]()
     model = workload.model().train()
     batch_of = WorstCaseSampler(workload).batch
-    sharded = Sharding(init_device_mesh("cpu", (group.world,)))(model, precision)
+    sharded = shard(init_device_mesh("cpu", (group.world,)), model, precision)
     for part in sharded.parts():
         part.set_custom_all_gather(Patient(DefaultAllGather()))
         part.set_custom_reduce_scatter(Patient(DefaultReduceScatter()))
@@ -141,10 +140,10 @@ def fake(has_group: bool) -> tuple[tuple[int, int, float], bool] | str:
     """Act as a rank of 64."""
     group = open_group() if has_group else None
     try:
-        with fake_ranks(64) as sharding:
+        with fake_ranks(64):
             one = torch.ones(3)
             dist.all_reduce(one)
-            seen = dist.get_rank(), sharding.mesh.size(), float(one[0])
+            seen = dist.get_rank(), dist.get_world_size(), float(one[0])
         return seen, dist.is_initialized()
     except InputError as error:
         assert group is not None

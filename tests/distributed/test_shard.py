@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autobatch import InputError
-from autobatch.distributed.sharding.build import on_meta, shard_over
-from autobatch.distributed.sharding.model import blocks_of, check_sharding
+from autobatch.distributed.shard import blocks_of, check_sharding, on_meta, shard_over
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 
