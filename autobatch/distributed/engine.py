@@ -14,9 +14,9 @@ its own samples from the gradients of their representations. The sum over the ra
 pass.
 
 With a sharded model (`Shared`), FSDP2 gathers parameters and reduces gradients in every micro-batch, so all
-ranks run as many of them: a rank with fewer runs some of weight 0. Gradients are summed as they are, and each
-rank has the sums of its shards. If memory runs out on one rank, the others wait for it in the middle of a
-pass, and nothing can be repeated: all ranks leave, and start again in smaller micro-batches.
+ranks run as many of them: a rank with fewer runs some that add nothing. Gradients are summed as they are, and
+each rank has the sums of its shards. If memory runs out on one rank, the others wait for it in the middle of
+a pass, and nothing can be repeated: all ranks leave, and start again in smaller micro-batches.
 
 Everything after the sum (checks, clipping, the step, counters) is the same on every rank.
 """
@@ -47,12 +47,10 @@ from autobatch.workload.rng import preserved_random_state
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from autobatch.distributed.shard import ShardedModel
-
 MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches on the device, each with its number of samples."""
-Filler = Callable[[], tuple[Collated, int]]
-"""Returns a micro-batch on the device with its samples, for a rank that has none."""
+Filler = Callable[[], Collated]
+"""Returns a micro-batch on the device for a rank that has none."""
 T = TypeVar("T")
 
 
@@ -149,7 +147,9 @@ class Whole:
             self.ranks.gather([])  # the others wait for it
         if exchanged is False:
             outcome = OutOfMemory("")
-        own = None if isinstance(outcome, OutOfMemory) else self._sums(train_state, outcome)
+        own = None
+        if not isinstance(outcome, OutOfMemory):
+            own = bring_to_host(outcome), kinds_of(train_state.gradients), self._squares(train_state)
         gathered = self.ranks.gather((self._request.own, own))
         self._request.agree(signal for signal, _ in gathered)
         of_ranks = [sums for _, sums in gathered if sums is not None]
@@ -160,9 +160,9 @@ class Whole:
         self._sum(train_state, outcome, kinds, squares)
         return outcome
 
-    def _sums(self, train_state: TrainState, totals: StepTotals) -> tuple[StepTotals, bytes, list[float]]:
-        """Return the sums of this rank, the kinds of its gradients, and the squared norms of its shards."""
-        return bring_to_host(totals), kinds_of(train_state.gradients), []
+    def _squares(self, train_state: TrainState) -> list[float]:
+        """Return the squared norm of the gradients of each optimizer, of which this rank has a part."""
+        return []
 
     def _sum(
         self, train_state: TrainState, totals: StepTotals, kinds: list[bytes], squares: list[list[float]]
@@ -210,43 +210,37 @@ class Whole:
 class Shared(Whole):
     """The engine of a sharded model, through which the loss of the train state runs already.
 
-    The filler makes a micro-batch of weight 0 for a rank that has fewer than others.
+    The filler makes a micro-batch that counts as one without samples, for a rank that has fewer than others.
     """
 
     is_alone = False
 
     def __init__(self, ranks: Ranks, train_state: TrainState, filler: Filler) -> None:
         super().__init__(ranks, train_state)
-        self._model: ShardedModel = train_state.shared
-        self.mesh = self._model.mesh
+        self.mesh = train_state.shared.mesh
         self._filler = filler
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
 
     def begin_step(
         self, micro_batches: MicroBatches, count: int, most_of_ranks: Callable[[], int]
     ) -> MicroBatches:
-        """See `Whole.begin_step`. Further micro-batches of weight 0 follow if other ranks have more."""
+        """See `Whole.begin_step`. Further micro-batches that add nothing follow if other ranks have more."""
         return self._padded(micro_batches, most_of_ranks() - count)
 
     def _padded(self, micro_batches: MicroBatches, missing: int) -> Iterator[tuple[Collated, int]]:
-        """Yield the micro-batches of this rank, then as many of weight 0 as are missing."""
+        """Yield the micro-batches of this rank, then as many of no samples as are missing."""
         yield from micro_batches
         if not missing:
             return
-        self._model.weight = 0.0
         self._buffers.take()
-        try:
-            with preserved_random_state():
-                for _ in range(missing):
-                    yield self._filler()[0], 0
-        finally:
-            self._model.weight = 1.0
+        with preserved_random_state():
+            for _ in range(missing):
+                yield self._filler(), 0
         self._buffers.restore()
 
-    def _sums(self, train_state: TrainState, totals: StepTotals) -> tuple[StepTotals, bytes, list[float]]:
+    def _squares(self, train_state: TrainState) -> list[float]:
         norms = [float(norm_of(own)) if own else 0.0 for own in train_state.gradients.by_optimizer()]
-        # Squares are summed, as every rank measured its shards.
-        return bring_to_host(totals), kinds_of(train_state.gradients), [norm**2 for norm in norms]
+        return [norm * norm for norm in norms]
 
     def _sum(
         self, train_state: TrainState, totals: StepTotals, kinds: list[bytes], squares: list[list[float]]

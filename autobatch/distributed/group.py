@@ -19,6 +19,7 @@ import ctypes
 import datetime
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -47,6 +48,8 @@ ROLL_CALL_S, PAUSE_S = 4.0, 0.1
 """Seconds in which a rank answers after a collective has failed, and between two looks at the answers."""
 OF_RANK_0 = datetime.timedelta(days=1)
 """Longest wait for the work of rank 0 alone: a save, a compilation, a trial."""
+SMALL_BYTES = 4096
+"""Room of a message before its size is known; the sums of a batch fit in."""
 OUT = "out"
 _OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|Operation timed out")
 """The texts of failed collectives."""
@@ -115,11 +118,19 @@ class Group(Ranks):
         return RankLost(act)
 
     def gather(self, value: T) -> list[T]:
-        """See `Ranks.gather`."""
-        of_ranks: list[Any] = [None] * self.world
-        with self.waiting("exchange messages"):
-            dist.all_gather_object(of_ranks, value, group=self._messages)
-        return of_ranks
+        """See `Ranks.gather`. Small values take one message, where `all_gather_object` takes two."""
+        own = pickle.dumps(value)
+        room = SMALL_BYTES
+        while True:
+            sent = bytearray(len(own).to_bytes(8) + own[: room - 8]).ljust(room, b"\0")
+            whole = [torch.empty(room, dtype=torch.uint8, device="cpu") for _ in range(self.world)]
+            with self.waiting("exchange messages"):
+                dist.all_gather(whole, torch.frombuffer(sent, dtype=torch.uint8), group=self._messages)
+            of_ranks = [tensor.numpy().tobytes() for tensor in whole]
+            longest = max(int.from_bytes(message[:8]) for message in of_ranks)
+            if longest <= room - 8:
+                return [pickle.loads(message[8:]) for message in of_ranks]
+            room = longest + 8
 
     def broadcast(self, value: T) -> T:
         """See `Ranks.broadcast`."""
@@ -285,15 +296,7 @@ class LaunchedGroup(Group):
 
 
 def join_launch(launch: Launch, limit_s: float) -> LaunchedGroup:
-    """Join the ranks that a launcher started.
-
-    Args:
-        launch: the place of this process.
-        limit_s: longest wait for another rank in seconds, from here on.
-
-    Raises:
-        RankLost: a rank did not start, or the store of the run does not answer.
-    """
+    """Join the ranks that a launcher started; see `autobatch.distributed.launch.open_ranks`."""
     # The launcher keeps the store, which then outlives every rank.
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_kept and sys.platform == "linux":

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,8 @@ from autobatch.device.oom import first_line
 from autobatch.distributed.group import Group
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import local_parts, low_precision_parameters
-from autobatch.step.loss import ONE, terms_of
 from autobatch.step.train_state import TrainState
-from autobatch.workload.contract import Collated, Loss, LossValue
+from autobatch.workload.contract import Collated
 
 T = TypeVar("T")
 _LOW_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,35 +92,34 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-class ShardedModel:
-    """A model that is sharded, with the loss as the root of its modules.
+class ShardedModel(nn.Module):
+    """A model that ranks share, below a root that calls functions of it.
 
     Args:
-        root: the model, called by functions of it.
+        model: the model.
         mesh: the ranks.
     """
 
-    def __init__(self, root: _Root, mesh: DeviceMesh) -> None:
-        self._root = root
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.model = model
         self.mesh = mesh
-        self.weight = 1.0
-        """Weight of a micro-batch in the loss; 0 for one that only keeps the other ranks company."""
+
+    def forward(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
+        """Call a function of the model and a micro-batch; all ranks call it together."""
+        return function(self.model, batch)
 
     def attach(self, train_state: TrainState) -> None:
         """Let the loss of a train state run through the root."""
         loss = train_state.loss
-        train_state.loss = lambda _, batch: self._weighted(self.run(loss, batch))
+        train_state.loss = lambda _, batch: self(loss, batch)
         train_state.shared = self
-
-    def run(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
-        """Call a function of the model and a micro-batch; all ranks call it together."""
-        return self._root(function, batch)  # type: ignore[no-any-return]
 
     def materialize(self, device: torch.device) -> None:
         """Take memory for the parts of this rank of a model on ``meta``: any parameters, and buffers of 0."""
         # Tied buffers stay one, as parameters do by themselves.
-        made = {buffer: torch.zeros_like(buffer, device=device) for buffer in self._root.buffers()}
-        self._root._apply(  # type: ignore[no-untyped-call]
+        made = {buffer: torch.zeros_like(buffer, device=device) for buffer in self.buffers()}
+        self._apply(  # type: ignore[no-untyped-call]
             lambda tensor: made[tensor] if tensor in made else torch.empty_like(tensor, device=device)
         )
 
@@ -132,28 +130,7 @@ class ShardedModel:
 
     def parts(self) -> Iterator[FSDPModule]:
         """Yield the modules that are gathered one at a time, with the root."""
-        return (module for module in self._root.modules() if isinstance(module, FSDPModule))
-
-    def _weighted(self, loss: LossValue) -> LossValue:
-        weight = self.weight
-        if weight == 1.0:
-            return loss
-        terms: dict[str, Tensor | Loss] = {
-            name: Loss(term.total * weight, term.count * weight) if isinstance(term, Loss) else term * weight
-            for name, term in terms_of(loss).items()
-        }
-        return terms.get(ONE, terms)
-
-
-class _Root(nn.Module):
-    """A call of a function of the model as the forward pass of a module."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[[nn.Module, Collated], Any], batch: Collated) -> Any:
-        return function(self.model, batch)
+        return (module for module in self.modules() if isinstance(module, FSDPModule))
 
 
 def shard(mesh: DeviceMesh, model: nn.Module, precision: Precision) -> ShardedModel:
@@ -173,14 +150,13 @@ def shard(mesh: DeviceMesh, model: nn.Module, precision: Precision) -> ShardedMo
     inner = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=wide if is_low else None)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=inner)
-    root = _Root(model)
+    root = ShardedModel(model, mesh)
     whole = MixedPrecisionPolicy(reduce_dtype=inner.reduce_dtype, cast_forward_inputs=False)
     fully_shard(root, mesh=mesh, mp_policy=whole)
-    made = ShardedModel(root, mesh)
-    for module in made.parts():
+    for module in root.parts():
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    return made
+    return root
 
 
 Sharding: TypeAlias = Callable[[nn.Module, Precision], ShardedModel]

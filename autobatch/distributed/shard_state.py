@@ -26,7 +26,6 @@ from autobatch.core.files import file_entry
 from autobatch.core.units import GiB
 from autobatch.device.oom import first_line
 from autobatch.distributed.group import Group
-from autobatch.step.train_state import TrainState
 
 FILE_BYTES = GiB
 """Bytes of a file, unless one tensor has more. A rank holds two copies of a file in host memory."""
@@ -62,13 +61,11 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
             )
         # The files of this rank begin with its number; DCP counts from 1.
         own = {path.name: file_entry(path) for path in sorted(folder.glob(f"shard-{group.rank + 1:05d}-*"))}
-    except CheckpointException as error:
-        (cause, _), *_ = error.failures.values()
+    except (CheckpointException, OSError) as error:
+        cause = _cause_of(error)
         if not isinstance(cause, Exception):  # a signal
             raise cause from None
         failure = first_line(cause)
-    except OSError as error:
-        failure = first_line(error)
     files = dict[str, dict[str, Any]]()
     for rank, (of_rank, reason) in enumerate(group.gather((own, failure))):
         if reason:
@@ -83,25 +80,26 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
 def read_shards(
     folder: Path,
     wanted: Mapping[str, WholeTensor],
-    *,
+    model: nn.Module,
     mesh: DeviceMesh | None,
-    into: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Read sharded tensors, whichever number of ranks wrote them; no rank waits for another.
 
     Args:
         folder: of the checkpoint.
         wanted: the tensors by name.
+        model: has the weights, of which the sharded ones are read in place; the other tensors are new.
         mesh: the ranks that share them from now on; None for whole tensors, on the CPU.
-        into: tensors to read into, by name; the others are new.
 
     Returns:
         The tensors by name.
     """
+    weights = {f"model/{name}": value for name, value in model.state_dict().items()}
     tensors: dict[str, Tensor] = {}
     for name, (shape, dtype, dim) in wanted.items():
-        if name in into and list(into[name].shape) == shape:
-            tensors[name] = into[name].detach()
+        own = weights.get(name)
+        if isinstance(own, DTensor) and list(own.shape) == shape:
+            tensors[name] = own.detach()
         elif mesh is None:
             tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
         else:
@@ -113,15 +111,13 @@ def read_shards(
         try:
             load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
         except CheckpointException as error:
-            (cause, _), *_ = error.failures.values()
-            raise cause from None
+            raise _cause_of(error) from None
     return tensors
 
 
-def sharded_parameters(train_state: TrainState) -> dict[str, Tensor]:
-    """Return the sharded tensors of a model by their names in a checkpoint."""
-    own = train_state.model.state_dict()
-    return {f"model/{name}": value for name, value in own.items() if isinstance(value, DTensor)}
+def _cause_of(error: BaseException) -> BaseException:
+    """Return the first failure of a rank that DCP reports, or the error itself."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 @torch.no_grad()

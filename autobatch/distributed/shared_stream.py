@@ -34,22 +34,19 @@ def open_sampler(
     Raises:
         InputError: the sampler of the workload is invalid.
     """
-    assert options.target_batch is not None
-    target_batch, seed = options.target_batch, options.seed
     lengths: dict[str, Any] = {
-        "target_batch": target_batch,
-        "seed": seed,
-        "steps": options.steps,
-        "epochs": options.epochs,
+        name: getattr(options, name) for name in ("target_batch", "seed", "steps", "epochs")
     }
     if stream is None:
-        samples, order = epoch_of(workload, seed)
+        samples, order = epoch_of(workload, options.seed)
         return GlobalBatchSampler(**lengths, samples=samples, order=order)
 
     def share(own: list[Any]) -> list[Any]:
         return ranks.broadcast(map_tensors(own, _alone))
 
-    reader = StreamReader(stream, seed, share=None if ranks.world == 1 else share, reads=ranks.rank == 0)
+    reader = StreamReader(
+        stream, options.seed, share=None if ranks.world == 1 else share, reads=ranks.rank == 0
+    )
     return StreamSampler(**lengths, samples=ENDLESS if samples is None else samples, reader=reader)
 
 

@@ -130,12 +130,15 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
         train_state: knows the counts of the batch, and the items per sample.
         totals: those of the micro-batches before; the counts of this one are added.
         loss: what the loss function returned for the micro-batch.
-        size: its samples.
+        size: its samples; 0 for one that only keeps other ranks company.
 
     Raises:
         InputError: it returned no loss, or one of another form than for the micro-batch before.
     """
     terms = terms_of(loss)
+    if not size:
+        counted = {name: term for name, term in terms.items() if isinstance(term, Loss)}
+        terms |= {name: Loss(term.total * 0, term.count * 0) for name, term in counted.items()}
     form = {name: isinstance(term, Loss) for name, term in terms.items()}
     if totals.form is None:
         totals.form = form

@@ -67,7 +67,7 @@ class TrainState:
 
     def call(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
         """Call a function of the model and a micro-batch; of a shared one, all ranks call it together."""
-        return function(self.model, batch) if self.shared is None else self.shared.run(function, batch)
+        return function(self.model, batch) if self.shared is None else self.shared(function, batch)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -69,10 +69,10 @@ def open_loop(
         seed_everything(options.seed)
         train_state = _open_train_state(setup, plan, options, meter, ranks)
 
-        def filler() -> tuple[Collated, int]:
+        def filler() -> Collated:
             """Return the first samples, for a rank with fewer micro-batches than others."""
             ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
-            return to_device(load_micro_batch(setup.workload, ids), device.torch_device), len(ids)
+            return to_device(load_micro_batch(setup.workload, ids), device.torch_device)
 
         if train_state.shared is not None:
             engine: Whole = Shared(ranks, train_state, filler)

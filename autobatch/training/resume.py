@@ -126,13 +126,11 @@ def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> M
     if not forms:
         return state
     # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.shard_state import read_shards, sharded_parameters
+    from autobatch.distributed.shard_state import read_shards
 
     assert folder is not None
     wanted = {name: tuple(form) for name, *form in forms.values()}
-    # The weights are read in place.
-    into = sharded_parameters(loop.train_state)
-    tensors = read_shards(folder, wanted, mesh=loop.engine.mesh, into=into)
+    tensors = read_shards(folder, wanted, loop.train_state.model, loop.engine.mesh)
     whole: dict[str, Any] = map_leaves(
         {name: part for name, part in state.items() if name != SHARDED},
         lambda place, leaf: tensors[forms[place][0]] if place in forms else leaf,

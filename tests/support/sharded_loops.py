@@ -84,7 +84,7 @@ def sharded_loop(
         **options,
     )
     arranged[0].attach(loop.train_state)
-    loop.engine = Shared(group, loop.train_state, lambda: (load_micro_batch(workload, [0, 1]), 2))
+    loop.engine = Shared(group, loop.train_state, lambda: load_micro_batch(workload, [0, 1]))
     return loop
 
 
