@@ -11,10 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
+from autobatch.core.options import AtLeastOne, AtLeastZero
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,20 +119,20 @@ class Ranks:
         """Leave the ranks after all of them have ended well."""
 
 
-class Launch(NamedTuple):
-    """Place of this process among the ranks of a run, in the words of torchrun."""
+class Launch(msgspec.Struct, frozen=True):
+    """Place of this process among the ranks of a run, in the variables of torchrun."""
 
-    rank: int
-    world: int
-    local_rank: int
-    """Place among the ranks of this host."""
-    local_world: int
-    """Ranks on this host."""
-    address: str
-    port: int
+    rank: AtLeastZero = msgspec.field(name="RANK")
+    world: AtLeastOne = msgspec.field(name="WORLD_SIZE")
+    address: str = msgspec.field(name="MASTER_ADDR")
+    port: AtLeastZero = msgspec.field(name="MASTER_PORT", default=29500)
     """Port of ``address`` at which the store of the run listens."""
-    run_id: str
-    restart: int
+    local_rank: AtLeastZero = msgspec.field(name="LOCAL_RANK", default=0)
+    """Place among the ranks of this host."""
+    local_world: AtLeastOne = msgspec.field(name="LOCAL_WORLD_SIZE", default=1)
+    """Ranks on this host."""
+    run_id: str = msgspec.field(name="TORCHELASTIC_RUN_ID", default="none")
+    restart: AtLeastZero = msgspec.field(name="TORCHELASTIC_RESTART_COUNT", default=0)
     """Starts of the ranks before this one."""
 
 
@@ -139,25 +142,15 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     Raises:
         InputError: a variable is missing or invalid.
     """
-    world, wrong = launched_world(environ), ""
+    world = launched_world(environ)
     if world == 1:
         return None
     try:
-        rank, local_world = int(environ["RANK"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-        launch = Launch(
-            rank,
-            world,
-            int(environ.get("LOCAL_RANK", rank % max(1, local_world))),
-            local_world,
-            environ["MASTER_ADDR"],
-            int(environ.get("MASTER_PORT", "29500")),
-            environ.get("TORCHELASTIC_RUN_ID", "none"),
-            int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )
-        wrong = "" if 0 <= rank < world else f"RANK is {rank}, and WORLD_SIZE is {world}"
-    except (KeyError, ValueError) as error:
-        wrong = f"{error} is not set" if isinstance(error, KeyError) else str(error)
-    if wrong:
+        launch = msgspec.convert(dict(environ), Launch, strict=False)
+        wrong = f"RANK is {launch.rank}, and WORLD_SIZE is {world}"
+    except msgspec.ValidationError as error:
+        launch, wrong = None, str(error)
+    if launch is None or launch.rank >= world:
         raise InputError(
             f"the environment describes no ranks ({wrong}): start them with "
             "torchrun --nproc-per-node N -m autobatch …"

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from autobatch import InputError
 from autobatch.distributed.group import Group
-from autobatch.distributed.reduce import sum_rows
-from autobatch.step.whole_batch import Rows
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.detection import (
     Detector,
@@ -176,27 +174,6 @@ def test_a_batch_is_reduced_once_over_the_ranks(server: RankServer) -> None:
     """One reduction per micro-batch, as of DDP without ``no_sync``, would be three."""
     for of_rank in server.values(count_reductions, 4):
         assert of_rank == [(3, 1)] * 4
-
-
-class Second:
-    """The second of two ranks that exchange representations; the first is a fake."""
-
-    def __init__(self, other: Tensor) -> None:
-        self.other = other
-
-    def sum(self, tensors: list[Tensor], act: str) -> None:
-        tensors[0] += self.other.reshape(-1).view(torch.uint8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int64])
-def test_rows_arrive_bit_for_bit_whatever_their_type(dtype: torch.dtype) -> None:
-    whole = torch.tensor([[-1.5, 0.0], [float("nan"), 3.0], [7.0, -0.0]]).to(dtype)
-    other = whole.clone()
-    other[1] = 0
-    rows = Rows(3)
-    rows.put([1], whole[1:2])
-    sum_rows(Second(other), rows)  # type: ignore[arg-type]
-    assert torch.equal(rows.collated.view(torch.uint8), whole.view(torch.uint8))
 
 
 def train_unlike() -> list[str]:

@@ -30,9 +30,9 @@ LIMIT_S = 1.5
     ("change", "message"),
     [
         ({"RANK": "2"}, "RANK is 2, and WORLD_SIZE is 2"),
-        ({"RANK": None}, "RANK. is not set"),
+        ({"RANK": None}, "field .RANK"),
         ({"WORLD_SIZE": "many"}, "'many'"),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR. is not set"),
+        ({"MASTER_ADDR": None}, "field .MASTER_ADDR"),
     ],
 )
 def test_an_invalid_environment_is_named(change: dict[str, str | None], message: str) -> None:
