@@ -1,4 +1,4 @@
-"""Ranks that this process starts: their environment, exit codes, restarts and signals."""
+"""Whole runs over ranks, which ``--ranks N`` or torchrun starts, and the ends of their ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autobatch.distributed.launch import end_of
-from tests.support.commandline import autobatch
+from tests.support.commandline import run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform == "win32", reason="a shell script")]
 WORKLOAD = """
@@ -23,6 +23,9 @@ from tests.support.training import points
 RANK, IS_AGAIN = os.environ.get("RANK", "0"), "AUTOBATCH_EARLIER_OUT" in os.environ
 STEPS = pathlib.Path("run/metrics.jsonl")
 
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3)).double()
+
 def steps():
     return STEPS.read_text().count("\\n") if STEPS.exists() else 0
 
@@ -32,13 +35,14 @@ def loss(model, batch):
 
 def workload():
     return autobatch.Workload(
-        model=lambda: torch.nn.Linear(5, 3).double(), train_data=points(64), loss=loss, learning_rate=0.1,
-        optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate),
+        model=model, train_data=points(64), loss=loss, learning_rate=0.1,
+        optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate),
     )
 """
+ROOT = str(Path(__file__).parents[2])
 FIT = [
-    "fit", "work.py", "--out", "run", "--target-batch", "14", "--memory-budget", "1GiB", "--ranks", "2",
-    "--trials", "0",
+    "fit", "work.py", "--out", "run", "--target-batch", "14", "--memory-budget", "1GiB", "--trials", "0",
+    "--max-micro-batch", "4", "--checkpoint-every", "1",
 ]  # fmt: skip
 
 
@@ -67,19 +71,20 @@ def test_a_killed_rank_is_the_cause_unless_torch_has_killed_it(
     assert (ended.line or "").partition(":")[0] == (named or "")
 
 
-def fit(folder: Path, *options: str, extra: str = "pass"):
+def fit(folder: Path, *options: str, extra: str = "pass", launcher: tuple[str, ...] = ()):
+    """Train on two ranks, which the command starts if there is no other launcher."""
     (folder / "work.py").write_text(WORKLOAD.replace("EXTRA", extra))
-    return autobatch(folder, *FIT, *options, timeout=240, PYTHONPATH=str(Path(__file__).parents[2]))
+    words = [*(launcher or [sys.executable]), "-m", "autobatch", *FIT, *options]
+    return run(folder, [*words, *([] if launcher else ["--ranks", "2"])], timeout=240, PYTHONPATH=ROOT)
 
 
 @pytest.mark.slow
 def test_out_of_memory_in_the_step_starts_the_ranks_again_in_smaller_micro_batches(tmp_path: Path) -> None:
     extra = (
         "if RANK == '1' and not IS_AGAIN and steps() == 2: "
-        "torch.optim.SGD.step = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError('no memory'))"
+        "torch.optim.AdamW.step = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError('no memory'))"
     )
-    options = ("--steps", "5", "--max-micro-batch", "4", "--checkpoint-every", "1", "--json")
-    ran = fit(tmp_path, *options, extra=extra)
+    ran = fit(tmp_path, "--steps", "5", "--json", extra=extra)
     assert ran.code == 0, ran.err
     assert ran.json["plan"]["world_size"] == 2
     assert ran.json["training"]["resumed_from"] is not None
@@ -88,14 +93,33 @@ def test_out_of_memory_in_the_step_starts_the_ranks_again_in_smaller_micro_batch
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_and_the_user_is_told(tmp_path: Path) -> None:
-    kills = "RANK == '1' and steps() > 3 and os.kill(os.getpid(), 9)"
-    options = ("--steps", "40", "--checkpoint-every", "1")
-    ran = fit(tmp_path, *options, extra=kills)
+    ran = fit(tmp_path, "--steps", "40", extra="RANK == '1' and steps() > 3 and os.kill(os.getpid(), 9)")
     assert ran.code == 1
     assert "rank 1 was ended by SIGKILL" in ran.err
     verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
     assert (verdict["rank"], verdict["code"]) == (0, 1)
     assert verdict["line"].startswith("rank 1 ended")
-    again = fit(tmp_path, *options, "--resume")
+    again = fit(tmp_path, "--steps", "40", "--resume")
     assert again.code == 0, again.err
     assert not (tmp_path / "run" / "verdict.json").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_all_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    steps, weights = ("--steps", "8", "--json"), tmp_path / "run" / "model.safetensors"
+    ran = fit(tmp_path, *steps, launcher=torchrun)
+    assert ran.code == 0, ran.err
+    expected = weights.read_bytes()
+    (tmp_path / "run").rename(tmp_path / "first")
+    kill = (
+        "if RANK == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and steps() >= 3: "
+        "os.kill(os.getpid(), 9)"
+    )
+    ran = fit(tmp_path, *steps, extra=kill, launcher=(*torchrun, "--max-restarts", "2"))
+    assert ran.code == 0, ran.err
+    assert ran.json["plan"]["world_size"] == 2
+    command = ran.json["command"]
+    assert command.startswith("torchrun --nproc-per-node 2 -m autobatch fit work.py --out run")
+    assert ran.json["training"]["resumed_from"] is not None
+    assert weights.read_bytes() == expected

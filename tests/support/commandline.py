@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,10 +73,10 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "autobatch", *map(str, arguments)]
 
 
-def autobatch(folder: Path, *arguments: object, timeout: float = 120, **variables: str) -> Ran:
-    """Run the command in a folder, and wait for its end."""
+def run(folder: Path, words: Sequence[str], timeout: float = 120, **variables: str) -> Ran:
+    """Run a program in a folder, and wait for its end."""
     done = subprocess.run(
-        command(*arguments),
+        words,
         cwd=folder,
         env=environment(folder, **variables),
         capture_output=True,
@@ -84,3 +85,8 @@ def autobatch(folder: Path, *arguments: object, timeout: float = 120, **variable
         check=False,
     )
     return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def autobatch(folder: Path, *arguments: object, timeout: float = 120, **variables: str) -> Ran:
+    """Run the command in a folder, and wait for its end."""
+    return run(folder, command(*arguments), timeout, **variables)
