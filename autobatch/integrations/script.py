@@ -47,6 +47,8 @@ from autobatch.search.probe import find_largest
 
 STEPS = 3
 """Optimizer steps of a run: state appears in the first, and later ones find it and the gradients there."""
+MOST = 1 << 20
+"""Samples of the largest micro-batch that is tried."""
 EXCEPTION = re.compile(r"(\[rank\d+\]: )?(?!subprocess\.)[A-Za-z_.]+(Error|Exception|Interrupt|Exit)(: .+)?$")
 """Last line of a traceback, but for those of launchers: that of torchrun ends in a colon, and those of
 accelerate and DeepSpeed tell of a ``subprocess``."""
@@ -212,11 +214,10 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
     """
     device, outcomes = runner.device, runner.outcomes
     multiple, target = options.micro_batch_multiple, options.target_batch
-    most = options.max_micro_batch
-    asked: dict[LimitedBy, int | None] = {"max_micro_batch": most, "target_batch": target, "memory": 1 << 20}
-    caps = {name: size for name, size in asked.items() if size is not None}
-    if min(caps.values()) < multiple:
-        raise InputError(f"a micro-batch of {min(caps.values())} is no multiple of {multiple}: ask for more")
+    caps: dict[LimitedBy, int | None] = {"max_micro_batch": options.max_micro_batch, "target_batch": target}
+    caps["memory"] = MOST
+    if (most := min(filter(None, caps.values()))) < multiple:
+        raise InputError(f"a micro-batch of {most} is no multiple of {multiple}: ask for more")
     files = hashlib.sha256()
     for part in [part for word in runner.command for part in re.split("[=,]", word)]:
         with suppress(OSError, ValueError):

@@ -77,7 +77,7 @@ def _largest(
 ) -> Limit:
     """Find the largest micro-batch that fits; see `find_limit`."""
     info = process.info
-    most: dict[LimitedBy, int | None] = {
+    caps: dict[LimitedBy, int | None] = {
         "target_batch": options.target_batch if share is None else share,
         "max_micro_batch": options.max_micro_batch,
         "dataset": info.samples,
@@ -93,7 +93,7 @@ def _largest(
     search = partial(
         find_largest,
         run,
-        {name: size for name, size in most.items() if size is not None},
+        caps,
         partial(new_allocator, info),
         multiple=options.micro_batch_multiple,
         first=FIRST // 2 if is_large else FIRST,

@@ -35,7 +35,7 @@ LEAST_GAIN = 1.03
 """Ratio of padded areas, with the fixed cost of each micro-batch, from which ``auto`` splits by size."""
 PADDED_SHARE = 0.25
 """Share of the room beside a short sample that must be filled for samples to count as padded."""
-CHECKED = 16
+CHECKED = 8
 """Samples of sizes from the smallest to half of the largest whose gradient must not depend on the split."""
 
 Check = Callable[[Setup, int, Sequence[int]], tuple[str | None, str | None]]

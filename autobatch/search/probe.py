@@ -60,7 +60,7 @@ class Limit(NamedTuple):
 
 def find_largest(
     run: Callable[[int], Outcome],
-    caps: Mapping[LimitedBy, int],
+    caps: Mapping[LimitedBy, int | None],
     new_allocator: Callable[[], Allocator],
     *,
     multiple: int = 1,
@@ -75,8 +75,8 @@ def find_largest(
 
     Args:
         run: makes an attempt, and returns the error of one that fails for another reason than memory.
-        caps: the limits of the micro-batch besides memory, in samples, each at least ``multiple``. The first
-            that the answer reaches limits it.
+        caps: the limits of the micro-batch besides memory, in samples, each at least ``multiple``; None for
+            no limit. The first that the answer reaches limits it.
         new_allocator: returns an empty model of the device's allocator, limited to the budget.
         multiple: the number whose multiples run.
         known: an earlier limit, whose programs give the first size; a run that agrees with them ends the
@@ -87,7 +87,7 @@ def find_largest(
         Exception: the first error, if nothing fits, and the smallest size for another reason than memory.
     """
     runs = Runs(new_allocator, () if known is None else known.programs())
-    search = _Search(run, min(caps.values()) // multiple, multiple, runs)
+    search = _Search(run, min(filter(None, caps.values())) // multiple, multiple, runs)
     search.begin(first, known)
     search.find()
     answer, attempts = search.low * multiple, search.attempts
