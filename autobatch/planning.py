@@ -14,9 +14,10 @@ dynamic programming over the sorted list finds the optimum:
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from autobatch.core.errors import InputError
@@ -25,6 +26,7 @@ from autobatch.core.units import significant
 
 Sizes = NDArray[np.float64]
 Counts = NDArray[np.int64]
+PlanT = TypeVar("PlanT", bound=Plan)
 FIXED_SHARE = 1 / 32
 """Cost of a micro-batch besides its area, as a share of the largest area that fits. Without it, samples of
 unlike sizes would all run alone. With it, a micro-batch that fills the memory is cut in two if that saves
@@ -182,10 +184,10 @@ def make_plan(
     )
 
 
-def even_split(plan: Plan) -> tuple[int, int]:
-    """Return the largest equal micro-batch of a rank that fits, and its accumulation steps.
+def with_equal_parts(plan: PlanT) -> PlanT:
+    """Return a plan in equal micro-batches, the largest that fit, as a program has that knows one size only.
 
-    Their product is the rank's share. If the share has few divisors (a prime), the micro-batch is small.
+    Their sum is a rank's share. If the share has few divisors (a prime), they are small.
 
     Raises:
         InputError: the ranks do not divide the target batch into equal parts of the plan's multiple.
@@ -200,26 +202,25 @@ def even_split(plan: Plan) -> tuple[int, int]:
             f"which equal micro-batches cannot be: ask for {' or '.join(map(str, near))}"
         )
     size = next(size for size in range(min(plan.micro_batch // unit, units), 0, -1) if units % size == 0)
-    return size * unit, units // size
+    sizes = [size * unit] * (units // size)
+    return replace(plan, micro_batch=sizes[0], accumulation_steps=len(sizes), micro_batches=sizes)
 
 
-def even_split_note(plan: Plan, limit: int) -> str | None:
+def equal_parts_note(plan: Plan, limit: int) -> str | None:
     """Return a remark if equal micro-batches are at most half of the ``limit`` that fits; None if not."""
-    (size, steps), share = even_split(plan), plan.target_batch // plan.world_size
-    if 2 * size > min(limit, share):
+    share = plan.target_batch // plan.world_size
+    if 2 * plan.micro_batch > min(limit, share):
         return None
     parts = math.ceil(share / limit) * plan.world_size * plan.multiple  # the fewest that a batch may have
     return (
-        f"a target batch of {plan.target_batch} splits into equal micro-batches of {size} in {steps} "
-        f"accumulation steps at most, although {limit} samples fit: a multiple of {parts} needs fewer steps, "
-        "and autobatch.batches splits any batch"
+        f"a target batch of {plan.target_batch} splits into equal micro-batches of {plan.micro_batch} in "
+        f"{plan.accumulation_steps} accumulation steps at most, although {limit} samples fit: a multiple of "
+        f"{parts} needs fewer steps, and autobatch.batches splits any batch"
     )
 
 
-def equal_plan(target_batch: int, limit: int, *, world_size: int, multiple: int = 1) -> Plan:
-    """Plan the fewest equal micro-batches, as a program has them that knows one size only.
-
-    Its learning rate is 0, as the rate is the program's own.
+def program_plan(target_batch: int, limit: int, *, world_size: int, multiple: int = 1) -> Plan:
+    """Plan equal micro-batches for a program as it is. The rate of the plan is 0: the program has its own.
 
     Raises:
         InputError: the ranks cannot share the batch equally.
@@ -231,11 +232,5 @@ def equal_plan(target_batch: int, limit: int, *, world_size: int, multiple: int 
         world_size=world_size,
         multiple=multiple,
     )
-    size, steps = even_split(plan)
-    return msgspec.structs.replace(
-        plan,
-        micro_batch=size,
-        accumulation_steps=steps,
-        micro_batches=[size] * steps,
-        learning_rate_source="the program's own, and so is its precision",
-    )
+    source = "the program's own, and so is its precision"
+    return replace(with_equal_parts(plan), learning_rate_source=source)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import autobatch
 from autobatch import InputError
-from autobatch.planning import even_split, even_split_note, make_plan
+from autobatch.planning import equal_parts_note, make_plan, with_equal_parts
 
 
 def plan(target: int, limit: int, ranks: int = 1, **options: Any) -> autobatch.Plan:
@@ -62,23 +62,25 @@ def test_equal_micro_batches_are_the_largest_that_fit_and_a_better_multiple_is_n
     advised = 0
     for share in range(1, 61):
         for limit in (1, 3, 7, 20, 64):
-            found = plan(share * ranks, limit, ranks)
-            size, steps = even_split(found)
-            assert size == max(one for one in range(1, limit + 1) if share % one == 0)
-            assert size * steps == share
-            note = even_split_note(found, limit)
+            found = with_equal_parts(plan(share * ranks, limit, ranks))
+            size = max(one for one in range(1, limit + 1) if share % one == 0)
+            assert found.micro_batches == [size] * (share // size)
+            assert (found.micro_batch, found.accumulation_steps) == (size, share // size)
+            note = equal_parts_note(found, limit)
             assert (note is None) == (2 * size > min(limit, share))
             if note is not None:
                 advised += 1
                 multiple = int(re.search(r"a multiple of (\d+)", note)[1])  # type: ignore[index]
                 target = share * ranks - share * ranks % multiple or multiple
-                assert even_split(plan(target, limit, ranks))[1] <= math.ceil(share / limit)
+                assert with_equal_parts(plan(target, limit, ranks)).accumulation_steps <= math.ceil(
+                    share / limit
+                )
     assert advised > 5
 
 
 def test_equal_micro_batches_are_multiples_and_of_equal_shares() -> None:
-    assert even_split(plan(18, 4, multiple=2))[0] == 2, "3 divides 18 too"
+    assert with_equal_parts(plan(18, 4, multiple=2)).micro_batch == 2, "3 divides 18 too"
     with pytest.raises(InputError, match=r"12 over 2 ranks gives unequal shares in multiples of 4.*8 or 16"):
-        even_split(plan(12, 4, 2, multiple=4))
+        with_equal_parts(plan(12, 4, 2, multiple=4))
     with pytest.raises(InputError, match=r"24 over 5 ranks.*ask for 20 or 25"):
-        even_split(plan(24, 7, 5))
+        with_equal_parts(plan(24, 7, 5))

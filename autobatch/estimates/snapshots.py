@@ -36,7 +36,7 @@ from autobatch.estimates.footprints import MARGIN, Footprint
 from autobatch.estimates.gpus import Gpus, Spending
 from autobatch.estimates.suggestions import helpful
 from autobatch.footprint.alignment import Aligned, Apart, Sized, align
-from autobatch.planning import equal_plan, even_split_note
+from autobatch.planning import equal_parts_note, program_plan
 from autobatch.report.result import Estimates
 from autobatch.report.words import count, plural
 
@@ -79,7 +79,7 @@ def estimate_snapshots(options: Options) -> Estimates:
     found = with_remedies(found, gpus, lambda gpu: helpful(program.step, [], program.spending(gpu)))
     notes += program.notes()
     for estimate in found:
-        note = estimate.plan and even_split_note(estimate.plan, estimate.micro_batch)
+        note = estimate.plan and equal_parts_note(estimate.plan, estimate.micro_batch)
         notes += [f"{estimate.profile}: {note}"] if note else []
     notes += gpus.notes(found)
     if not gpus.are_named:
@@ -267,7 +267,7 @@ class _Program(NamedTuple):
             found = spending.predict(wider, asked)
         plan, world = None, self.gpus.world
         if found.fits and target is not None:
-            plan = equal_plan(target, found.micro_batch, world_size=world, multiple=self.step.multiple)
+            plan = program_plan(target, found.micro_batch, world_size=world, multiple=self.step.multiple)
         return Estimate(
             profile=gpu.name,
             budget_bytes=budget,

@@ -22,7 +22,7 @@ from autobatch.api import library
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Keywords
 from autobatch.distributed.group import join_existing
-from autobatch.planning import even_split, even_split_note
+from autobatch.planning import equal_parts_note, with_equal_parts
 from autobatch.report.result import PlanResult
 from autobatch.training.batchnorm import batch_norms, statistics_notes
 from autobatch.workload.contract import Workload, is_stream, kind_of
@@ -96,22 +96,23 @@ def plan_for(
         if limits[rank] < plan.micro_batch:
             remarks.insert(0, f"all ranks run micro-batches of at most {limits[rank]}, as fit on rank {rank}")
             plan = msgspec.structs.replace(plan, micro_batch=limits[rank])
-    size, steps = even_split(plan)
-    remarks += _remarks(loop, workload, plan, size, steps)
+    limit = min(plan.micro_batch, plan.probe.micro_batch)
+    plan = with_equal_parts(plan)
+    remarks += _remarks(loop, workload, plan, limit)
     fields = {name: getattr(plan, name) for name in plan.__struct_fields__}
-    fields |= {"micro_batch": size, "accumulation_steps": steps, "micro_batches": [size] * steps}
     fields["notes"] = [f"{loop.name}: {remark}" for remark in remarks]
     return LibraryPlan(**fields, library=loop.name)
 
 
-def _remarks(loop: LibraryLoop, workload: Workload, plan: PlanResult, size: int, steps: int) -> Iterator[str]:
+def _remarks(loop: LibraryLoop, workload: Workload, plan: PlanResult, limit: int) -> Iterator[str]:
     """Yield what the loop of a library does with a plan, where that is not what the plan says."""
+    steps = plan.accumulation_steps
     if not loop.sets_rate and plan.learning_rate != workload.learning_rate:
         yield (
             f"the optimizer keeps its rate of {workload.learning_rate:g}: build it with plan.learning_rate, "
             f"{plan.learning_rate:g}"
         )
-    if (note := even_split_note(plan, min(plan.micro_batch, plan.probe.micro_batch))) is not None:
+    if (note := equal_parts_note(plan, limit)) is not None:
         yield note
     if steps > 1 and loop.averages_means:
         yield (
@@ -119,7 +120,7 @@ def _remarks(loop: LibraryLoop, workload: Workload, plan: PlanResult, size: int,
             "not for one over tokens: autobatch.batches is exact for both"
         )
     model: Any = workload.model
-    yield from statistics_notes([layer.momentum for layer in batch_norms(model())], [size] * steps)
+    yield from statistics_notes([layer.momentum for layer in batch_norms(model())], plan.micro_batches)
     data: Any = workload.train_data
     if not is_stream(data) and (rest := len(data) % plan.target_batch):
         divided = (

@@ -37,7 +37,7 @@ from autobatch.device.select import open_device
 from autobatch.device.snapshot_file import OnPools, Recording, read_recordings
 from autobatch.estimates.copies import run_in_copies
 from autobatch.integrations.record import recorded
-from autobatch.planning import equal_plan, even_split_note
+from autobatch.planning import equal_parts_note, program_plan
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
@@ -243,10 +243,10 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
         )
     plan = None
     if target is not None:
-        plan = equal_plan(target, limit, world_size=runner.world, multiple=multiple)
+        plan = program_plan(target, limit, world_size=runner.world, multiple=multiple)
         # A smaller size may need more, because the allocator cuts its memory in another way.
         while (size := plan.micro_batch) > 1 and not (outcomes.get(size) or runner.run(size)).attempt.fits:
-            plan = equal_plan(target, size - 1, world_size=runner.world, multiple=multiple)
-        if (note := even_split_note(plan, limit)) is not None:
+            plan = program_plan(target, size - 1, world_size=runner.world, multiple=multiple)
+        if (note := equal_parts_note(plan, limit)) is not None:
             runner.progress.note(note)
     return Result(device=device, probe=found.probe, plan=plan, profile=found.file)

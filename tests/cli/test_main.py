@@ -39,6 +39,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("doctor", "now"), "takes no arguments, found 'now'"),
     (("doctor", "--foo"), "there is no option --foo"),
     (("record", "--out", "a.pickle"), "a command after --"),
+    (("record", "--out"), "--out has no value: give a file"),
     (("estimate", "nowhere.py"), "there is no file nowhere.py"),
     (("pla" + ESCAPED,), r"'pla\x1b[31m'"),
     ((*FIT, "a\nb.py:" + ESCAPED), r"there is no file a\nb.py"),
