@@ -103,8 +103,11 @@ def test_an_estimate_has_a_column_for_each_world_and_what_would_help_and_where_m
     none = an_estimate(profile="old", fits=False, micro_batch=0, plan=None, remedies=[remedy])
     cell = {"profile": "a100", "budget_bytes": 1, "peak_reserved_bytes": 1}
     ranks = [RankEstimate(world_size=world, micro_batch=limit, **cell) for world, limit in ((1, 0), (8, 64))]
-    both = Estimates(estimates=[an_estimate(), none], over_ranks=ranks)
+    exact = an_estimate(profile="new", micro_batch_low=90, micro_batch_high=90)
+    both = Estimates(estimates=[exact, none], over_ranks=ranks)
     rows = [line.split() for line in shown(("estimated", both), quiet=True).splitlines()]
+    assert ["new", "22.0", "GiB", "90", "21.0", "GiB", "bf16", "12"] in rows, "no interval"
+    assert any(row[:6] == ["old", "22.0", "GiB", "does", "not", "fit"] for row in rows)
     assert ["a100", "–", "64"] in rows
     assert ["128", "--precision", "bf16", "(peak", "1.00", "GiB)"] in rows
     alone = Estimates(estimates=[an_estimate(memory={"weights": 3, "activations": 9}, modules={"0": 9})])

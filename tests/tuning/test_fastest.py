@@ -86,6 +86,15 @@ def test_the_default_is_kept(reason: str | None) -> None:
     assert (reason or "") in "".join(tuning.notes)
 
 
+def test_a_search_goes_on_with_the_trials_of_an_earlier_one(tmp_path: Path) -> None:
+    """The machine has become five times slower, which changes no ratio."""
+    first = search(knobs=SHIFTS, budget=2, home=tmp_path)
+    second = search(FakeTrials(lambda values: speed_of(values) / 5), SHIFTS, home=tmp_path)
+    assert second.history[:2] == first.history
+    assert (second.best, second.low) == ({"micro_batch_shift": 1}, pytest.approx(1.1))
+    assert second.baseline_samples_per_s == 200.0
+
+
 @pytest.mark.parametrize("error", [Infeasible, TypeError, KeyboardInterrupt])
 def test_an_error_of_a_trial_closes_it_and_keeps_the_others(tmp_path: Path, error: Any) -> None:
     def speed(values: Any) -> float:
