@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 from autobatch.cli.output import (
     PARTS,
     SafeStream,
+    deliver,
     describe_failure,
     output_of_run,
     print_error,
     raise_on_termination,
     undelivered_code,
-    write_json,
     write_line,
     write_log,
 )
@@ -172,9 +172,8 @@ def run_workload(call: Call) -> int:
         call.ranks = ranks = join_ranks(call, options)
         with output_of_run(as_json=options.json) as stream:
             result = result_of(call, workload, options, stream)
-        code = 0 if stream.failure is None else undelivered_code(stream.failure)
-        if options.json and ranks.rank == 0:
-            code = write_json(result.to_json(*PARTS.get(name, ())))
+        is_asked = options.json and ranks.rank == 0
+        code = deliver(stream, result.to_json(*PARTS.get(name, ())) if is_asked else None)
         ranks.close()
         return code
 

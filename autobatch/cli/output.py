@@ -111,6 +111,13 @@ def write_json(content: object) -> int:
     return write_line(json.dumps(json.loads(msgspec.json.encode(content))))
 
 
+def deliver(stream: SafeStream, content: object | None) -> int:
+    """Write the JSON of a result, None for none, and return the exit code of all that was written."""
+    if content is not None:
+        return write_json(content)
+    return 0 if stream.failure is None else undelivered_code(stream.failure)
+
+
 class Terminated(BaseException):
     """SIGTERM or SIGUSR1 outside of training.
 

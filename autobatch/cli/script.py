@@ -15,11 +15,10 @@ from msgspec import Meta
 
 from autobatch.cli.output import (
     PARTS,
+    deliver,
     new_log,
     output_of_run,
     raise_on_termination,
-    undelivered_code,
-    write_json,
     write_line,
 )
 from autobatch.cli.parser import HELP_WORDS, option_lines, options_of, read_words
@@ -123,11 +122,10 @@ def run_script(name: str, words: list[str]) -> int:
         if (plan := result.plan) is not None:
             filled = fill(command, plan.micro_batch, plan.accumulation_steps, plan.world_size)
             stream.write(f"{'run':<{LABEL}}{shlex.join(filled)}\n")
-    if options.json:
-        return write_json(result.to_json(*PARTS[name]) | ({"command": filled} if filled else {}))
     if name == "fit":
         become(filled, os.environ)
-    return 0 if stream.failure is None else undelivered_code(stream.failure)
+    content = result.to_json(*PARTS[name]) | ({"command": filled} if filled else {})
+    return deliver(stream, content if options.json else None)
 
 
 def _echo(text: bytes) -> None:
@@ -159,18 +157,15 @@ def record(words: list[str]) -> int:
             "record takes --out FILE, and a command after --, as in autobatch record --out b8.pickle -- "
             f"python train.py; found {shlex.join(words) or 'neither'}"
         )
-    out = Path(given["out"]).absolute()
+    known = {field.name: field for field in RECORDING}
+    wanted = {option: known[option].convert(value, f"--{option}") for option, value in given.items()}
+    out = Path(wanted["out"]).absolute()
     if not out.parent.is_dir():
         raise InputError(f"{out} cannot be written: there is no folder {out.parent}")
-    limits = {
-        field.name: field.convert(given[field.name], f"--{field.name}")
-        for field in RECORDING[1:]
-        if field.name in given
-    }
     from autobatch.integrations.record import recorded
 
     sys.stderr.write("autobatch: a process that uses a GPU says here when it has written its memory\n")
-    return become(command, recorded(out=str(out), since=time.time(), **limits))
+    return become(command, recorded(**wanted | {"out": str(out), "since": time.time()}))
 
 
 def become(words: list[str], environ: Mapping[str, str]) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autobatch.cli import main as cli
-from tests.support.commandline import SMALL, environment
+from tests.support.commandline import environment
 
 FIT = ("fit", "--target-batch", "8")
 ESCAPED = "\x1b[31m"
@@ -112,11 +111,3 @@ assert not heavy, heavy
     )
     assert done.returncode == 0, done.stderr
     assert all(f"usage: autobatch {name}" in done.stdout for name in cli.COMMANDS)
-
-
-def test_json_is_all_of_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "small.py").write_text(SMALL)
-    assert cli.run(["estimate", "small.py", "--profile", "t4", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["estimates"][0]["profile"] == "t4"
-    assert "t4" in err

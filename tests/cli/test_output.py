@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,10 @@ PARTS: dict[str, str] = {
     "metrics": "small(metrics=fails, validation_data=data(4))",
 }
 WRONG: dict[str, str] = {
-    "model=lambda: 3": "Workload(model=…) returned a int, not a torch.nn.Module",
-    "optimizer=lambda params, lr: None": "Workload(optimizer=…) must return a torch.optim.Optimizer",
-    "loss=lambda model, batch: model(batch[0])": "must return a 0-d tensor or a Loss, found a tensor of",
-    "train_data=[torch.zeros(n) for n in range(1, 9)]": "the samples cannot be collated",
+    "small(model=lambda: 3)": "Workload(model=…) returned a int, not a torch.nn.Module",
+    "small(optimizer=lambda params, lr: None)": "Workload(optimizer=…) must return a torch.optim.Optimizer",
+    "small(loss=lambda model, batch: model(batch[0]))": "must return a 0-d tensor or a Loss, found a",
+    "small(train_data=[torch.zeros(n) for n in range(1, 9)])": "the samples cannot be collated",
 }
 
 
@@ -63,24 +64,19 @@ def small_fit(folder: Path, expression: str) -> Any:
     return autobatch.fit(f"{path}:made", out=folder / "out", **options)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_an_error_in_the_workload_names_its_part_and_its_line(part: str, tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="mine") as found:
-        small_fit(tmp_path, PARTS[part])
+@pytest.mark.parametrize(("made", "said"), [*((PARTS[part], part) for part in PARTS), *WRONG.items()])
+def test_an_error_in_the_workload_is_one_line_that_names_its_part(
+    made: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises((OSError, InputError)) as found:
+        small_fit(tmp_path, made)
     report = describe_failure(found.value)
-    line = (tmp_path / "train.py").read_text().partition("  # here")[0].count("\n") + 1
-    place = f"{tmp_path / 'train.py'}:{line}"
-    assert report.line == f"the workload's {part} raised OSError: [Errno 5] mine ({place})"
-    assert (report.exit_code, report.is_logged) == (2, True)
-
-
-@pytest.mark.parametrize("fields", WRONG)
-def test_an_invalid_workload_is_one_line(fields: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError) as found:
-        small_fit(tmp_path, f"small({fields})")
-    report = describe_failure(found.value)
-    assert WRONG[fields] in report.line
-    assert (report.exit_code, report.line.count("\n")) == (2, 0)
+    if said in PARTS:
+        line = (tmp_path / "train.py").read_text().partition("  # here")[0].count("\n") + 1
+        place = f"{tmp_path / 'train.py'}:{line}"
+        assert report == (f"the workload's {said} raised OSError: [Errno 5] mine ({place})", 2, True)
+    else:
+        assert (said in report.line, report.exit_code, report.line.count("\n")) == (True, 2, 0)
 
 
 class Silent(Exception):
@@ -146,3 +142,12 @@ def test_text_after_a_failure_is_dropped_and_the_first_failure_is_kept() -> None
     assert inner.getvalue() == "one"
     assert isinstance(stream.failure, BrokenPipeError)
     assert stream.isatty() is False
+
+
+def test_json_is_written_also_if_nobody_reads_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.py").write_text(SMALL)
+    monkeypatch.setattr(sys, "stderr", Breaking("gone"))
+    assert cli.run(["estimate", str(tmp_path / "small.py"), "--profile", "t4", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["estimates"][0]["profile"] == "t4"
