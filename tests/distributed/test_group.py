@@ -68,7 +68,7 @@ def exchange() -> list[Any]:
         raise CheckpointError("the disk is full")
 
     found = [
-        ranks.gather({"rank": ranks.rank, "text": "x" * ranks.rank}),
+        ranks.gather("x" * 5000 * ranks.rank),  # more than a first message has room for
         ranks.broadcast(f"of {ranks.rank}"),
         ranks.once(lambda: f"by {ranks.rank}"),
         ranks.agree(ranks.rank == 1),
@@ -84,7 +84,7 @@ def exchange() -> list[Any]:
 
 @pytest.mark.distributed
 def test_ranks_exchange_messages(server: RankServer) -> None:
-    texts = [{"rank": r, "text": "x" * r} for r in range(3)]
+    texts = ["x" * 5000 * rank for rank in range(3)]
     expected = [texts, "of 0", "by 0", True, False, "the disk is full"]
     assert server.values(exchange, world=3) == [expected] * 3
 
