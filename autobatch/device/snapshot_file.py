@@ -16,12 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from autobatch.core.errors import InputError
 from autobatch.core.text import error_text
-from autobatch.device.allocator.caching import AllocatorConfig, Block, CachingAllocator
-from autobatch.device.allocator.trace import FREE, RELEASES, Trace, trace_of
+from autobatch.device.allocator.trace import COMMON_POOL, FREE, RELEASES, Trace, stream_of, trace_of
 
 Entry = Mapping[str, Any]
-COMMON_POOL = (0, 0)
-"""Pool of all blocks that belong to no CUDA graph and no ``torch.cuda.MemPool``."""
 GROWS = {"segment_alloc": 1, "segment_map": 1} | dict.fromkeys(RELEASES, -1)
 
 
@@ -46,21 +43,6 @@ class OutOfMemory(NamedTuple):
     reserved: int
 
 
-class OnPools(CachingAllocator):
-    """A model of the allocator that is asked for blocks in their order, each of its own stream and pool."""
-
-    def __init__(
-        self, limit: int | None, pools: Sequence[int] = (), *, expandable: bool = False, falls: bool = False
-    ) -> None:
-        config = AllocatorConfig(expandable_segments=expandable, falls=falls, retries=False)
-        super().__init__(limit, config)
-        self._pool_of_next = iter(pools)
-
-    def malloc(self, size: int, stream: int | None = None) -> Block | None:
-        """Take the bytes of the next block, in its own pool."""
-        return super().malloc(size, next(self._pool_of_next, 0) if stream is None else stream)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """The events of one GPU's allocator."""
@@ -71,8 +53,6 @@ class Recording:
     the recording, in the order in which it is freed."""
     stacks: Sequence[Stack]
     """Frames of each block, by its number."""
-    pools: Sequence[int]
-    """Number of the stream and pool of each block, by its number."""
     peak_reserved_bytes: int
     older: tuple[int, int]
     """Number and bytes of the blocks that are older than the recording."""
@@ -146,8 +126,8 @@ class _Block(NamedTuple):
     """A block of a recording, with what a trace does not hold."""
 
     size: int
-    pool: int
-    """Number of its stream and pool."""
+    stream: int
+    """Number of its stream, with its private pool."""
     stack: Stack
 
 
@@ -162,14 +142,14 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
     """Those of the events, and then those that are older and stay."""
     live: set[int | None] = set()
     """Addresses of the blocks that were made and not freed."""
-    pools: dict[object, int] = {}
+    streams: dict[object, int] = {}
     stack_of = _interned()
 
-    def note(entry: Entry, pool: Any, size: int, frames: Any) -> None:
+    def note(entry: Entry, size: int, frames: Any) -> None:
         if size < 0:
             raise ValueError(f"a block has {size} bytes")
-        place = entry.get("stream", 0), tuple(pool or COMMON_POOL)
-        blocks.append(_Block(size, pools.setdefault(place, len(pools)), stack_of(frames or ())))
+        stream = streams.setdefault(stream_of(entry), len(streams))
+        blocks.append(_Block(size, stream, stack_of(frames or ())))
 
     def noted() -> Iterator[Entry]:
         """Yield the entries, and note their blocks."""
@@ -178,7 +158,7 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
             is_new = entry["action"] == "alloc"
             if is_new or entry["action"] == "free_completed":
                 frames = entry.get("frames") if is_new else ()
-                note(entry, entry.get("pool_id"), int(entry["size"]), frames)
+                note(entry, int(entry["size"]), frames)
                 (live.add if is_new else live.discard)(entry["addr"])
             yield entry
 
@@ -187,17 +167,20 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
     for segment, block in sorted(held, key=lambda pair: (pair[1]["size"], pair[1]["address"])):
         if str(block["state"]).startswith("active") and block["address"] not in live:
             size = int(block.get("requested_size") or block["size"])
-            note(segment, segment.get("segment_pool_id"), size, block.get("frames"))
+            note(segment, size, block.get("frames"))
     freed = [block for (number, _), block in zip(trace.events, blocks, strict=False) if number < 0]
     older, events = freed + blocks[len(trace.events) :], trace.events[:end]
     ordered = older + [block for (_, size), block in zip(events, blocks, strict=False) if size != FREE]
     whole = (*((-1 - at, block.size) for at, block in enumerate(older)), *events)
-    private = [part for part in segments if tuple(part.get("segment_pool_id") or COMMON_POOL) != COMMON_POOL]
+    private = [part for part in segments if stream_of(part)[1] != COMMON_POOL]
     return Recording(
         device=device,
-        trace=Trace(whole, releases=tuple(len(older) + at for at in trace.releases)).canonical(),
+        trace=Trace(
+            whole,
+            releases=tuple(len(older) + at for at in trace.releases),
+            streams=tuple(block.stream for block in ordered),
+        ).canonical(),
         stacks=[block.stack for block in ordered],
-        pools=[block.pool for block in ordered],
         peak_reserved_bytes=peak,
         older=(len(older), sum(block.size for block in older)),
         private_bytes=sum(segment["total_size"] for segment in private),

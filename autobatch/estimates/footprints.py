@@ -4,9 +4,9 @@
 
 Tracing takes seconds and no memory, for any batch and GPU. Each trace runs in a copy of this process.
 
-Known limitations: eager PyTorch only (a compiled model is traced as its module) and one stream. Not counted
-is what kernels and libraries hold for themselves, for example the workspaces of cuDNN, and custom CUDA
-extensions. The interval of a prediction allows for it.
+Known limitations: eager PyTorch only (a compiled model is traced as its module), and of streams those of
+FSDP2. Not counted is what kernels and libraries hold for themselves, for example the workspaces of cuDNN, and
+custom CUDA extensions. The interval of a prediction allows for it.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -24,16 +25,16 @@ from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Recorded, Refusal
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.caching import AllocatorConfig
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Replay, Trace, replay
 from autobatch.device.cuda_allocator import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
-from autobatch.device.snapshot_file import OnPools, OutOfMemory, Recording, Stack, read_recordings
+from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import need, with_remedies
 from autobatch.estimates.footprints import MARGIN, Footprint
-from autobatch.estimates.gpus import Gpus, Spending
+from autobatch.estimates.gpus import Gpus, Spending, gpu_allocator
 from autobatch.estimates.suggestions import helpful
 from autobatch.footprint.alignment import Aligned, Apart, Sized, align
 from autobatch.planning import equal_parts_note, program_plan
@@ -140,10 +141,10 @@ def _explained(path: Path, gpus: Gpus) -> Estimates:
         notes.append(f"{path} has {len(others) + 1} GPUs, and this is GPU {recording.device}")
     whole, refused = recording.trace, recording.refused
     # The last event of a recording that ended out of memory is the request that was refused.
-    ran = whole if refused is None else Trace(whole.events[:-1], releases=whole.releases)
+    ran = whole if refused is None else replace(whole, events=whole.events[:-1])
 
     def replayed(trace: Trace, *, expandable: bool = recording.is_expandable) -> Replay:
-        return replay(trace, OnPools(None, recording.pools, expandable=expandable))
+        return replay(trace, gpu_allocator(None, expandable))
 
     held, peak = replayed(ran), recording.peak_reserved_bytes
     notes += _differences(peak, held.peak_reserved_bytes or 0, str(path))
@@ -218,7 +219,7 @@ class _Program(NamedTuple):
         """
         (program, unpaired), (size, last) = _aligned(recordings), max(recordings.items())
         trace = program.at(size)
-        outcome = replay(trace, OnPools(None, last.pools, expandable=last.is_expandable))
+        outcome = replay(trace, gpu_allocator(None, last.is_expandable))
         reserved = outcome.peak_reserved_bytes or 0
         live = _live_at(trace, outcome.peak_at)
         apart = sum(live[block] for block in unpaired & live.keys())
@@ -240,17 +241,18 @@ class _Program(NamedTuple):
             lives = "are not live at the peak"
             if self.apart_bytes:
                 lives = f"are {self.share:.0%} of the peak. Recordings at larger sizes say more"
+            blocks = count(len(self.recording.stacks))
             yield (
-                f"{plural(len(self.unpaired), 'block')} of {count(len(self.recording.pools))} are not in all "
-                f"recordings, or grow by no rule: taken as at {self.size}, where they {lives}"
+                f"{plural(len(self.unpaired), 'block')} of {blocks} are not in all recordings, or grow by no "
+                f"rule: taken as at {self.size}, where they {lives}"
             )
 
     def spending(self, gpu: HardwareProfile) -> Spending:
-        """Return the budget of a GPU, to be spent in a model with the streams of the recording."""
-        pools, grows = self.recording.pools, self.recording.is_expandable
+        """Return the budget of a GPU, to be spent in a model with the segments of the recording."""
+        grows = self.recording.is_expandable
 
-        def allocator(limit: int | None, expandable: bool) -> OnPools:
-            return OnPools(limit, pools, expandable=expandable or grows)
+        def allocator(limit: int | None, expandable: bool) -> CachingAllocator:
+            return gpu_allocator(limit, expandable or grows)
 
         return Spending(self.gpus.budget(gpu)[0], allocator, self.gpus.cap, can_expand=not grows)
 
@@ -316,7 +318,7 @@ def _aligned(recordings: dict[int, Recording]) -> Aligned:
         InputError: they part too far, with the place.
     """
     points = [
-        Sized(size, recording.trace, list(zip(recording.stacks, recording.pools, strict=True)))
+        Sized(size, recording.trace, list(zip(recording.stacks, recording.trace.streams, strict=True)))
         for size, recording in recordings.items()
     ]
     try:

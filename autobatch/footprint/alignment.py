@@ -82,7 +82,8 @@ def align(points: Sequence[Sized]) -> Aligned:
         unpaired |= {block} if rule is None else set()
         rules.append(Polynomial(size) if rule is None else rule)
     events = ((block, None if size == FREE else rules[block]) for block, size in last.trace.events)
-    program = Program(tuple(events), last.trace.marks, last.trace.modules, last.trace.releases)
+    trace = last.trace
+    program = Program(tuple(events), trace.marks, trace.modules, trace.releases, trace.streams)
     return Aligned(program, frozenset(unpaired))
 
 

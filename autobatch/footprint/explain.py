@@ -140,13 +140,14 @@ def memory_curve(trace: Trace, micro_batch: int, allocator: Allocator) -> Memory
     live = dict.fromkeys((*KINDS, CACHED), 0)
     of_parts = dict.fromkeys([*(part for part in made if part in shown), OTHER_PARTS], 0)
     held: dict[int, tuple[object, int]] = {}
+    streams = iter(trace.streams)
     rows: list[tuple[int, dict[str, int], dict[str, int]]] = []
     for at, (block, size) in enumerate(trace.events):
         if size == FREE:
             handle, taken = held.pop(block)
             allocator.free(handle)
         else:
-            held[block] = allocator.malloc(size), size
+            held[block] = allocator.malloc(size, next(streams, 0)), size
         change = -taken if size == FREE else size
         kind, part = labels[block]
         live[kind] += change

@@ -57,6 +57,7 @@ class Program:
     marks: tuple[tuple[int, str], ...]
     modules: tuple[tuple[int, str], ...] = ()
     releases: tuple[int, ...] = ()
+    streams: tuple[int, ...] = ()
 
     @classmethod
     def fit(cls, points: Sequence[tuple[int, Trace]]) -> Self:
@@ -89,7 +90,8 @@ class Program:
             events.append((block, known[sizes]))
         # Of a cache that has nothing to free there is no event.
         releases = {position for trace in traces for position in trace.releases}
-        return cls(tuple(events), traces[0].marks, traces[0].modules, tuple(sorted(releases)))
+        first = traces[0]
+        return cls(tuple(events), first.marks, first.modules, tuple(sorted(releases)), first.streams)
 
     def at(self, m: int, *, since: int | None = None) -> Trace:
         """Return the trace at micro-batch ``m``.
@@ -105,7 +107,7 @@ class Program:
             if rule is not None:
                 sizes[rule] = rule.at(m if since is None or rule.is_exact else since)
         events = tuple((block, sizes[size]) for block, size in self.events)
-        return Trace(events, self.marks, self.modules, self.releases)
+        return Trace(events, self.marks, self.modules, self.releases, self.streams)
 
 
 def _check_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:
@@ -113,7 +115,7 @@ def _check_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> N
     shape = [(block, size == FREE) for block, size in first.events]
     for m, trace in zip(micro_batches[1:], traces[1:], strict=True):
         other = [(block, size == FREE) for block, size in trace.events]
-        if other != shape or first.marks != trace.marks:
+        if other != shape or first.marks != trace.marks or first.streams != trace.streams:
             at = next((at for at, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b), len(other))
             raise Untraceable(
                 f"the events at micro-batches {micro_batches[0]} and {m} differ in more than sizes, first in "

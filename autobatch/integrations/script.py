@@ -30,11 +30,12 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, DeviceRecord, LimitedBy
 from autobatch.core.units import format_bytes
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.cuda_allocator import TAKES_LOWEST, allocator_options, fraction_of
 from autobatch.device.oom import is_below_budget
 from autobatch.device.select import open_device
-from autobatch.device.snapshot_file import OnPools, Recording, read_recordings
+from autobatch.device.snapshot_file import Recording, read_recordings
 from autobatch.estimates.copies import run_in_copies
 from autobatch.integrations.record import recorded
 from autobatch.planning import equal_parts_note, program_plan
@@ -173,13 +174,15 @@ class Runner:
         raised = [line for line in lines if EXCEPTION.match(line)]
         return code, " | ".join(raised[-1:] or lines[-3:]) or "nothing"
 
-    def new_allocator(self) -> OnPools:
+    def new_allocator(self) -> CachingAllocator:
         """Return an empty model of the allocator, limited to the budget."""
         budget, known = self.device.budget_bytes, self.recording
-        if known is None:
-            return OnPools(budget)
-        falls = TAKES_LOWEST and known.falls
-        return OnPools(budget, known.pools, expandable=known.is_expandable, falls=falls)
+        config = AllocatorConfig(
+            expandable_segments=known is not None and known.is_expandable,
+            falls=TAKES_LOWEST and known is not None and known.falls,
+            retries=False,
+        )
+        return CachingAllocator(budget, config)
 
 
 def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:

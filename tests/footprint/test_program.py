@@ -97,8 +97,8 @@ def test_the_rest_is_searched_in_steps_if_no_size_near_the_bound_fits(monkeypatc
     monkeypatch.setattr(fittings, "SCANNED_EVENTS", 10)
 
     class Wasteful(CachingAllocator):
-        def malloc(self, size: int) -> object:
-            return super().malloc(2 * size)
+        def malloc(self, size: int, stream: int = 0) -> object:
+            return super().malloc(2 * size, stream)
 
     program = Program.fit([(m, trace(MiB * m)) for m in (2, 3)])
     found = Fitting([program], lambda: Wasteful(1000 * MiB)).largest(5000)

@@ -27,11 +27,15 @@ def steps_of(device: torch.device, size: int, rounds: int = 3) -> None:
         optimizer.zero_grad()
 
 
-def test_a_replay_of_the_recorded_events_has_the_peaks_of_torch() -> None:
+@pytest.mark.parametrize("other_stream", [False, True])
+def test_a_replay_of_the_recorded_events_has_the_peaks_of_torch(other_stream: bool) -> None:
     device = CudaDevice(index=0, memory_budget="1GiB")
     for size in (100, 3000):
         with device.enforced() as meter:
             steps_of(device.torch_device, size)
+            if other_stream:  # which uses no free block of the first
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    steps_of(device.torch_device, size)
             stats, trace = meter.stats(), meter.trace()
             model = device.new_allocator()
         assert trace is not None

@@ -187,8 +187,8 @@ def test_the_largest_size_above_a_gap_runs_once_its_structure_is_known() -> None
         return size <= 768 or 778 < size <= 1280
 
     class Gapped(CachingAllocator):
-        def malloc(self, size: int) -> object:
-            return super().malloc(size if fits(size // 1000) else 10**9)
+        def malloc(self, size: int, stream: int = 0) -> object:
+            return super().malloc(size if fits(size // 1000) else 10**9, stream)
 
     for guess in (None, 768):  # which is proven first
         run, asked = in_a_model(trace_of(lambda size: 1000 * size), lambda: Gapped(10**8))

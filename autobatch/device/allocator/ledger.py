@@ -37,8 +37,8 @@ class Allocator(ABC):
         self.peak_allocated_bytes = 0
 
     @abstractmethod
-    def malloc(self, size: int) -> Any:
-        """Take ``size`` bytes and return a handle for `free`.
+    def malloc(self, size: int, stream: int = 0) -> Any:
+        """Take ``size`` bytes on a stream and return a handle for `free`.
 
         Raises:
             BudgetExceeded: They do not fit. Live blocks are unchanged.
@@ -92,7 +92,7 @@ class BudgetExceeded(Exception):  # noqa: N818 - callers translate it; it is no 
 class CountingAllocator(Allocator):
     """An allocator that counts live bytes against a limit, without rounding and without a cache."""
 
-    def malloc(self, size: int) -> int:
+    def malloc(self, size: int, stream: int = 0) -> int:
         """Take ``size`` bytes; see `Allocator.malloc`."""
         allocated = self.allocated_bytes + size
         if self.limit is not None and allocated > self.limit:

@@ -11,6 +11,8 @@ from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 
 FREE = -1
 """The size of an event that frees its block."""
+COMMON_POOL = (0, 0)
+"""Pool of all blocks that belong to no CUDA graph and no ``torch.cuda.MemPool``."""
 RELEASES = ("segment_free", "segment_unmap")
 """Entries of a program that empties the cache, as a search of cuDNN for its fastest kernel does."""
 
@@ -28,6 +30,9 @@ class Trace:
     none."""
     releases: tuple[int, ...] = ()
     """Numbers of events before each of which the program emptied the allocator's cache."""
+    streams: tuple[int, ...] = ()
+    """The number of the stream of each allocation, in order; empty if there is only one. A private pool is a
+    stream of its own."""
     is_canonical: bool = field(default=False, compare=False)
     """True if `canonical` would change nothing."""
 
@@ -71,7 +76,7 @@ class Trace:
         modules = dict(placed(self.modules))  # the last one of those at one place
         releases = tuple(position for position, _ in placed((position, "") for position in self.releases))
         marks = tuple(placed(self.marks))
-        return Trace(tuple(events), marks, tuple(modules.items()), releases, is_canonical=True)
+        return Trace(tuple(events), marks, tuple(modules.items()), releases, self.streams, is_canonical=True)
 
 
 def trace_of(
@@ -94,6 +99,8 @@ def trace_of(
     """Of the live blocks, by address."""
     events: list[tuple[int, int]] = []
     releases: dict[int, None] = {}
+    streams: list[int] = []
+    stream_numbers: dict[object, int] = {}
     made, older = 0, 0
     for entry in entries:
         action = entry["action"]
@@ -101,6 +108,7 @@ def trace_of(
             numbers[entry["addr"]] = made
             events.append((made, int(entry["size"])))
             made += 1
+            streams.append(stream_numbers.setdefault(stream_of(entry), len(stream_numbers)))
         elif action == "free_completed":
             number = numbers.pop(entry["addr"], None)
             if number is None:
@@ -108,7 +116,13 @@ def trace_of(
             events.append((number, FREE))
         elif action in RELEASES:
             releases[len(events)] = None
-    return Trace(tuple(events), tuple(marks), tuple(modules), tuple(releases))
+    return Trace(tuple(events), tuple(marks), tuple(modules), tuple(releases), tuple(streams))
+
+
+def stream_of(entry: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
+    """Return the stream of an event of the allocator or of a segment, with its private pool."""
+    pool = entry.get("pool_id") or entry.get("segment_pool_id") or COMMON_POOL
+    return entry.get("stream", 0), tuple(pool)
 
 
 class Replay(NamedTuple):
@@ -130,7 +144,7 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
     handles: dict[int, Any] = {}
     malloc, free = allocator.malloc, allocator.free
     peak, peak_at, fits = -1, 0, True
-    releases = {*trace.releases}
+    releases, streams = {*trace.releases}, iter(trace.streams)
     for index, (block, size) in enumerate(trace.events):
         if index in releases:
             allocator.release()
@@ -139,7 +153,7 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
                 free(handles.pop(block))
             continue
         try:
-            handles[block] = malloc(size)
+            handles[block] = malloc(size, next(streams, 0))
         except BudgetExceeded:
             fits = False
             break

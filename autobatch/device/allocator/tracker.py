@@ -96,6 +96,10 @@ class StorageTracker(TorchDispatchMode):
         self._live: dict[int, Watch] = {}
         """Counted storages by their identity."""
         self._blocks = 0
+        self._streams = {torch.cpu.current_stream(): 0}
+        """Numbers of streams, with which FSDP places its collectives, also on the CPU."""
+        self._stream_of: list[int] = []
+        """The stream of each allocation."""
         self._undecided: tuple[Watch, weakref.ref[torch.UntypedStorage]] | None = None
         """A summand and a sum of gradients that may take over its block; None if there is none."""
         self._marks: list[tuple[int, str]] = []
@@ -155,7 +159,8 @@ class StorageTracker(TorchDispatchMode):
         """Return the events so far; None if they are not recorded."""
         if not self._record:
             return None
-        return Trace(tuple(self.events), tuple(self._marks), tuple(self._modules))
+        streams = tuple(self._stream_of) if len(self._streams) > 1 else ()
+        return Trace(tuple(self.events), tuple(self._marks), tuple(self._modules), streams=streams)
 
     def settle(self) -> None:
         """Count a sum of gradients whose summand is still alive, so that it takes over no block."""
@@ -240,12 +245,14 @@ class StorageTracker(TorchDispatchMode):
 
     def _take(self, size: int) -> tuple[Any, int]:
         """Take a block and return its handle and its number, which an empty one does not have."""
-        handle = self.allocator.malloc(size)
+        stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+        handle = self.allocator.malloc(size, stream)
         block = self._blocks
         if size:
             self._blocks += 1
             if self._record:
                 self.events.append((block, size))
+                self._stream_of.append(stream)
         return handle, block
 
     def _give_back(self, watch: Watch) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.trace import replay
 from autobatch.device.allocator.tracker import UPDATES, StorageTracker
 from autobatch.device.base import followed_modules
 
@@ -253,3 +254,16 @@ def test_an_update_returns_its_first_argument_with_the_same_storage():
         modes = {each.name: "floor" for each in others if each.name == "rounding_mode"}
         assert operator(x, *values, **modes) is x
         assert (x.untyped_storage()._cdata, x.untyped_storage().nbytes()) == before
+
+
+def test_a_stream_uses_no_free_block_of_another():
+    with StorageTracker(CachingAllocator()) as meter:
+        with torch.cpu.stream(torch.cpu.Stream()):
+            gathered = torch.empty(30 * MiB, dtype=torch.uint8)
+        del gathered
+        activation = torch.empty(30 * MiB, dtype=torch.uint8)
+        del activation
+        assert meter.stats().peak_reserved_bytes == 60 * MiB
+        trace = meter.trace()
+    found = replay(trace, CachingAllocator())
+    assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (30 * MiB, 60 * MiB)
