@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -37,15 +37,17 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduce import bring_to_host, kinds_of, sum_gradients, sum_rows, sum_totals
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss import StepTotals
+from autobatch.step.ranks import Rows, StepRanks
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.step.whole_batch import Rows
 from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from autobatch.distributed.shard import ShardedModel
 
 MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches on the device, each with its number of samples."""
@@ -68,10 +70,10 @@ class OutOfMemory(NamedTuple):
     """Largest micro-batch for the next try."""
 
 
-class Whole:
+class Whole(StepRanks):
     """The engine of ranks that have a whole model each.
 
-    It is the ``peers`` of its train state, too, which exchange what a step needs within a batch.
+    It is the ``ranks`` of its train state, too, which exchange what a step needs within a batch.
     """
 
     mesh: DeviceMesh | None = None
@@ -81,19 +83,15 @@ class Whole:
 
     def __init__(self, ranks: Ranks | None = None, train_state: TrainState | None = None) -> None:
         self.ranks = ranks or Ranks()
+        self.has_others, self.counts_loss = self.ranks.world > 1, self.ranks.rank == 0
         self._request = StopRequest()
         self._is_exchanged: bool | None = None
         """None before the exchange within a batch, then True if every rank had something to send."""
         if train_state is not None and self.ranks.world > 1:
             self._device = train_state.device
-            train_state.peers = self
+            train_state.ranks = self
             # All ranks divide by one D, whatever their own samples count.
             train_state.items_per_sample = train_state.items_per_sample or 1.0
-
-    @property
-    def counts_loss(self) -> bool:
-        """True on the one rank whose loss, and gradient of what only the loss uses, count."""
-        return self.ranks.rank == 0
 
     def begin_step(
         self, micro_batches: MicroBatches, count: int, most_of_ranks: Callable[[], int]
@@ -119,15 +117,15 @@ class Whole:
             raise torch.OutOfMemoryError("memory ran out on another rank")
         return [own for (own,) in of_ranks]
 
-    def sum_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums of the counts of all ranks, by term; all of them call it."""
+    def sum_counts(self, counts: dict[str, float]) -> dict[str, float]:
+        """See `StepRanks.sum_counts`."""
         sums = Counter[str]()
         for of_rank in self._exchange(counts):
             sums.update(of_rank)
         return dict(sums)
 
-    def gather(self, rows: Rows) -> None:
-        """Fill in the rows of the other ranks; all of them call it."""
+    def complete(self, rows: Rows, known: int) -> None:
+        """See `StepRanks.complete`."""
         forms = self._exchange(map_tensors(rows.collated, lambda whole: whole[:0].detach().cpu()))
         if rows.collated is None:  # this rank has no samples, and another one has
             form = next(form for form in forms if form is not None)
@@ -168,7 +166,7 @@ class Whole:
         self, train_state: TrainState, totals: StepTotals, kinds: list[bytes], squares: list[list[float]]
     ) -> None:
         """Sum the gradients, or their norms, over the ranks."""
-        if train_state.scaler is not None and not totals.sizes:
+        if not totals.sizes:
             # A loss scale begins with its first use, which a rank without samples does not have.
             train_state.scaler.scale(torch.zeros((), device=train_state.device))
         sum_gradients(self.ranks, train_state.gradients, kinds)
@@ -217,7 +215,7 @@ class Shared(Whole):
 
     def __init__(self, ranks: Ranks, train_state: TrainState, filler: Filler) -> None:
         super().__init__(ranks, train_state)
-        self.mesh = train_state.shared.mesh
+        self.mesh = cast("ShardedModel", train_state.placement).mesh
         self._filler = filler
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
 

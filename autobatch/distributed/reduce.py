@@ -22,7 +22,7 @@ from autobatch.core.units import MiB
 from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import Gradients
 from autobatch.step.loss import ONE, StepTotals, Term, numbers_of_terms, read_numbers
-from autobatch.step.whole_batch import Rows
+from autobatch.step.ranks import Rows
 from autobatch.workload.nested import tensors_of
 
 TOGETHER_BYTES = 4 * MiB

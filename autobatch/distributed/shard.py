@@ -100,6 +100,8 @@ class ShardedModel(nn.Module):
         mesh: the ranks.
     """
 
+    is_shared = True
+
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__()
         self.model = model
@@ -113,7 +115,7 @@ class ShardedModel(nn.Module):
         """Let the loss of a train state run through the root."""
         loss = train_state.loss
         train_state.loss = lambda _, batch: self(loss, batch)
-        train_state.shared = self
+        train_state.placement = self
 
     def materialize(self, device: torch.device) -> None:
         """Take memory for the parts of this rank of a model on ``meta``: any parameters, and buffers of 0."""

@@ -163,7 +163,9 @@ class Batch:
         result = finish(state, totals, mark=lambda _: None)
         self._is_stepped = True
         scaler = state.scaler
-        if result.applied or not result.count or (scaler and scaler.get_scale() >= LEAST_LOSS_SCALE):
+        if result.applied or not result.count:
+            return result
+        if scaler.is_enabled() and scaler.get_scale() >= LEAST_LOSS_SCALE:
             return result
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
         raise NonFiniteError(
@@ -301,7 +303,7 @@ def batches(
         held = f"{sum(weight.numel() for weight in weights):,} of norm {float(norm_of(weights)):.12g}"
         ranks.check_equal({"weights before the first step (seed all ranks alike)": held})
     engine = Whole(ranks, state)
-    workers = int(plan.knobs.get(LOADER_WORKERS) or known.loading.workers or 0)
+    workers = int(plan.knobs.get(LOADER_WORKERS) or known.workers or 0)
     has_gpu = workers and torch.cuda.is_available()
     gpu = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
     return Batches(
@@ -372,8 +374,7 @@ def _train_state_of(
         parameters=list(parameters),
         device=torch.device("cpu"),
         precision="fp32",
-        # A disabled scaler would let gradients pass that are not finite.
-        scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+        scaler=scaler or torch.amp.GradScaler("cpu", enabled=False),
         max_grad_norm=None,
         gradients=Gradients(parameters, optimizers, dtype=plan.gradient_dtype),
         buffers=BufferSnapshot(parameters),

@@ -130,7 +130,7 @@ def _put_trained_first(setup: Setup) -> bool:
             # Two, because BatchNorm refuses one.
             batch = to_device(load_micro_batch(setup.workload, [index] * 2), setup.device.torch_device)
             with precision_context(train_state.device, train_state.precision), user_code("loss"):
-                terms = terms_of(train_state.call(loss, batch))
+                terms = terms_of(train_state.placement(loss, batch))
             totals = (term.total if isinstance(term, Loss) else term for term in terms.values())
             if any(total.requires_grad for total in totals):
                 samples.first = index

@@ -112,7 +112,7 @@ def rehearse(
                 on_copies(setup, meter, learning_rate=learning_rate) as train_state,
                 followed_modules(setup.model, meter) if followed else nullcontext(),
             ):
-                if within_budget and train_state.scaler is not None:
+                if within_budget and train_state.scaler.is_enabled():
                     # The usual scale of 65536 may overflow in every step, and no state appears.
                     train_state.scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=1.0)
                 for batch in batches:

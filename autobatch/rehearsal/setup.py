@@ -34,7 +34,7 @@ from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import epoch_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
-from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
+from autobatch.workload.streams import ENDLESS, Prefix, scanned, stream_notes
 from autobatch.workload.user_code import user_code
 
 if TYPE_CHECKING:
@@ -239,9 +239,9 @@ def describe_setup(setup: Setup) -> SetupInfo:
     return SetupInfo(
         device=device,
         key=key,
-        samples=ENDLESS if is_open_ended(workload.train_data) else len(workload.train_data),  # type: ignore[arg-type]
+        samples=ENDLESS if isinstance(workload.train_data, Prefix) else len(workload.train_data),  # type: ignore[arg-type]
         epoch_samples=None if setup.stream is not None else epoch_of(workload, 0)[0],
-        workers=workload.loading.workers,
+        workers=workload.workers,
         learning_rate=workload.learning_rate,
         base_batch=workload.base_batch,
         precision=setup.precision,

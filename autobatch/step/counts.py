@@ -25,28 +25,30 @@ class CountsAhead:
 
     def __init__(self, function: Callable[[Collated], Any]) -> None:
         self._function = function
-        self.sums: dict[str, float] = {}
-        """Counts of the batch by term; empty if it has no micro-batch here, or if a step is only traced."""
+        self.sums: dict[str, float] | None = None
+        """Counts of the batch by term; empty if it has no micro-batch here, None if a step is only traced."""
 
     def ahead(self, fetched: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:
         """Return micro-batches of the host, all counted before the first is yielded; hold none."""
         self.sums = {}
-        return self._counted(fetched)
+        return self._counted(fetched, self.sums)
 
-    def _counted(self, fetched: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:
+    def _counted(
+        self, fetched: Iterable[tuple[Collated, int]], sums: dict[str, float]
+    ) -> Iterator[tuple[Collated, int]]:
         kept = deque(fetched)
         for place in range(len(kept)):
             with user_code("counts", self._function):
                 counts = self._function(kept[place][0])
-                if not isinstance(counts, Mapping):
+                if not isinstance(counts, Mapping) or not counts:
+                    found = "an empty one" if isinstance(counts, Mapping) else kind_of(counts)
                     raise InputError(
-                        "counts=… must return a mapping of the names of terms to their counts, found "
-                        f"{kind_of(counts)}"
+                        f"counts=… must return a mapping of the names of terms to their counts, found {found}"
                     )
                 for name, count in counts.items():
                     check_count(count, f"{name!r} in counts=…")
                     check_count(value := float(count), f"{name!r} in counts=…")
-                    self.sums[name] = self.sums.get(name, 0.0) + value
+                    sums[name] = sums.get(name, 0.0) + value
         while kept:
             yield kept.popleft()
 
@@ -60,12 +62,7 @@ def check_count(count: Any, whose: str) -> None:
     if not (count.dim() == 0 if isinstance(count, Tensor) else isinstance(count, Real)):
         raise InputError(f"the count of {whose} must be a number or a 0-d tensor, found {form_of(count)}")
     if not isinstance(count, Tensor) and not 0 <= count < math.inf:
-        raise invalid_count(count, whose)
-
-
-def invalid_count(count: float, whose: str) -> InputError:
-    """Build the error of a count that is no number of items."""
-    return InputError(
-        f"the count of {whose} must be finite and at least 0, found {count:g}, so no step was taken: return "
-        "the number of items that its total sums over"
-    )
+        raise InputError(
+            f"the count of {whose} must be finite and at least 0, found {count:g}, so no step was taken: "
+            "return the number of items that its total sums over"
+        )

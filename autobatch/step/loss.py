@@ -4,7 +4,7 @@ If the loss is a mean over samples, the divisor is the samples of the batch. For
 is a power of two near the items of the batch, so that dividing by it rounds nothing.
 
 Of several terms, each has a divisor of its own: the items that it counts in the whole batch. Their gradients
-are summed in one place, so these divisors must be known before the first backward pass.
+are summed in one place, so these divisors must be known before the first backward pass. The data tell them.
 """
 
 from __future__ import annotations
@@ -105,22 +105,21 @@ def begin_terms(
     Raises:
         InputError: the loss has several terms with counts, and nothing or something else counts them ahead.
     """
-    counts, peers = train_state.counts, train_state.peers
-    own = {} if counts is None else counts.sums
     counted = [name for name, term in (terms or {}).items() if name and isinstance(term, Loss)]
-    if (counted and counts is None) or (own and terms is not None and {*own} != {*counted}):
-        example = ", ".join(f"{name!r}: …" for name in counted)
+    sums = None if train_state.counts is None else train_state.counts.sums
+    is_other = bool(sums) and terms is not None and {*(sums or ())} != {*counted}
+    if (counted and train_state.counts is None) or is_other:
+        found, example = ", ".join(sums or ()), ", ".join(f"{name!r}: …" for name in counted)
         raise InputError(
-            f"the loss has {len(counted)} terms with a count, counts=… counts {', '.join(own) or 'none'}, "
-            "but what a term counts in a batch must be known before the first backward pass, so give "
+            f"the loss has {len(counted)} terms with a count, counts=… counts {found or 'none'}, but what a "
+            "term counts in a batch must be known before the first backward pass, so give "
             f"Workload(counts=lambda batch: {{{example}}}), of a collated micro-batch on the host"
         )
-    if counts is not None:
-        # In the order of the loss; a footprint is traced without looking at the data.
-        items = {name: own.get(name, 1.0) for name in counted}
-        totals.is_counted_ahead = bool(own) or peers is not None
-        items = items if peers is None else peers.sum_counts(items)
-        totals.terms = {name: Term(items=count) for name, count in items.items()}
+    if train_state.counts is not None:
+        totals.is_counted_ahead = sums is not None
+        # In the order of the loss.
+        own = {name: 1.0 if sums is None else sums.get(name, 0.0) for name in counted}
+        totals.terms = {name: Term(items=count) for name, count in train_state.ranks.sum_counts(own).items()}
 
 
 def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: int) -> tuple[Tensor, float]:
@@ -159,8 +158,8 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
     term = terms[ONE]
     if not isinstance(term, Loss):
         if not totals.sizes:
-            low = term.dtype in LOW_PRECISION
-            totals.divisor = divisor_of(None, totals.samples) if low else float(totals.samples)
+            is_low = term.dtype in LOW_PRECISION
+            totals.divisor = _divisor_of(None, totals.samples) if is_low else float(totals.samples)
         return _kept(term), size / totals.divisor
     count = _summable(term.count)
     if train_state.items_per_sample is None:
@@ -168,7 +167,7 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
         items = float(count) / max(size, 1)
         train_state.items_per_sample = items if 0 < items < math.inf else None
     if totals.count is None:
-        totals.count, totals.divisor = 0.0, divisor_of(train_state.items_per_sample, totals.samples)
+        totals.count, totals.divisor = 0.0, _divisor_of(train_state.items_per_sample, totals.samples)
     totals.count = totals.count + count
     return _kept(term.total), 1 / totals.divisor
 
@@ -199,14 +198,14 @@ def read_numbers(values: list[Number | None]) -> list[float]:
     return [0.0 if value is None else float(value) for value in values]
 
 
-def divisor_of(items_per_sample: float | None, samples: int) -> float:
-    """Return D for a `Loss`: a power of two near the items of a batch of this size; None if unknown."""
-    return float(2.0 ** round(math.log2((items_per_sample or 1.0) * samples)))
-
-
 def at_least_32_bits(value: Tensor) -> Tensor:
     """Return a value in float32 if it has 16 bits, else itself."""
     return value.float() if value.dtype in LOW_PRECISION else value
+
+
+def _divisor_of(items_per_sample: float | None, samples: int) -> float:
+    """Return D for a `Loss`: a power of two near the items of a batch of this size; None if unknown."""
+    return float(2.0 ** round(math.log2((items_per_sample or 1.0) * samples)))
 
 
 def _kept(value: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,11 +18,11 @@ from autobatch.step.counts import CountsAhead
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers, parameters_of
 from autobatch.step.optimizers import build_optimizers
+from autobatch.step.ranks import Placement, StepRanks, WholeModel
 from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
 from autobatch.workload.nested import feed
 
-T = TypeVar("T")
 MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches, each with its number of samples."""
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,8 +39,8 @@ class TrainState:
     """Parameters that the optimizers train, each once."""
     device: torch.device
     precision: Precision
-    scaler: torch.amp.GradScaler | None
-    """The loss scale for fp16; None for bf16 and fp32, whose gradients need none."""
+    scaler: torch.amp.GradScaler
+    """The loss scale for fp16; disabled for bf16 and fp32, whose gradients need none."""
     max_grad_norm: float | None
     """2-norm to clip the gradient of the batch to; None for no clipping."""
     gradients: Gradients
@@ -55,34 +54,29 @@ class TrainState:
     """Counts of the terms of the loss, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
-    peers: Any = None
-    """The engine of the ranks that train the batch (`autobatch.distributed.engine`); None for one process."""
-    shared: Any = None
-    """The model if ranks share it (`autobatch.distributed.shard`); None if it is whole here."""
+    ranks: StepRanks = field(default_factory=StepRanks)
+    """What a step asks of the other ranks."""
+    placement: Placement = field(init=False)
+    """How this rank holds the model, and runs it."""
+
+    def __post_init__(self) -> None:
+        """Begin with a whole model."""
+        self.placement = WholeModel(self.model)
 
     def feed(self, fetched: MicroBatches, meter: Meter) -> MicroBatches:
         """Move the micro-batches of a batch to the device, as often as the loss needs; see `nested.feed`."""
         counted = fetched if self.counts is None else self.counts.ahead(fetched)
         return feed(counted, self.device, meter, twice=isinstance(self.loss, WholeBatchLoss))
 
-    def call(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
-        """Call a function of the model and a micro-batch; of a shared one, all ranks call it together."""
-        return function(self.model, batch) if self.shared is None else self.shared(function, batch)
-
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Replace the weights by their averages within the block, if there are any."""
         try:
             with nullcontext() if self.average is None else self.average.swapped_in():
-                self.forget_gathered()
+                self.placement.forget_gathered()
                 yield
         finally:
-            self.forget_gathered()
-
-    def forget_gathered(self) -> None:
-        """Let each rank hold its parts only, as a state dict needs them; a forward pass gathers again."""
-        if self.shared is not None:
-            self.shared.forget_gathered()
+            self.placement.forget_gathered()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +135,7 @@ def build_train_state(
         parameters=parameters,
         device=device,
         precision=precision,
-        scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
+        scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         max_grad_norm=settings.max_grad_norm,
         gradients=Gradients(model, optimizers, dtype=settings.gradient_dtype),
         # Both passes over a batch must see the same buffers.

@@ -22,15 +22,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from autobatch.core.errors import InputError, NoGradientError
 from autobatch.core.records import Record
-from autobatch.step.counts import invalid_count
-from autobatch.step.gradients import is_readable, norm_of
+from autobatch.step.counts import check_count
+from autobatch.step.gradients import differentiate, is_readable, norm_of
 from autobatch.step.loss import (
     StepTotals,
-    at_least_32_bits,
     begin_terms,
     numbers_of_terms,
     read_numbers,
@@ -100,21 +98,16 @@ def accumulate(
     train_state.buffers.take()
     with train_state.gradients.summed_apart():
         if isinstance(train_state.loss, WholeBatchLoss):
-            value = accumulate_whole(
-                train_state, train_state.loss, micro_batches, samples, mark, places=places
-            )
-            # Of several ranks, each knows the loss, and one counts it.
-            counts = train_state.peers is None or train_state.peers.counts_loss
-            totals.loss = at_least_32_bits(value) if counts else 0.0
-            totals.sizes.append(samples)
-            totals.divisor = float(samples)
+            accumulate_whole(train_state, totals, micro_batches, mark, places)
         else:
-            _run_pass(train_state, micro_batches, totals, mark)
+            _accumulate_parts(train_state, totals, micro_batches, mark)
     return totals
 
 
-def _run_pass(train_state: TrainState, micro_batches: MicroBatches, totals: StepTotals, mark: Mark) -> None:
-    """Run the micro-batches forward and backward."""
+def _accumulate_parts(
+    train_state: TrainState, totals: StepTotals, micro_batches: MicroBatches, mark: Mark
+) -> None:
+    """Run each micro-batch forward and backward, and add it to the totals."""
     context = precision_context(train_state.device, train_state.precision)
     part = "data"
     try:
@@ -141,9 +134,7 @@ def _run_pass(train_state: TrainState, micro_batches: MicroBatches, totals: Step
 
 def run_backward(train_state: TrainState, totals: StepTotals, loss: Tensor, weight: float, size: int) -> None:
     """Run the backward pass of a weighted loss, within `Gradients.summed_apart`, and add it to the totals."""
-    # A loss may return a constant if its micro-batch counts nothing.
-    if loss.requires_grad:
-        _differentiate(loss if train_state.scaler is None else train_state.scaler.scale(loss), weight)
+    differentiate(train_state.scaler.scale(loss), weight)
     # On the host if it may be read there at once.
     if is_readable(loss):
         totals.loss = totals.loss + loss.item() * weight
@@ -152,25 +143,6 @@ def run_backward(train_state: TrainState, totals: StepTotals, loss: Tensor, weig
     else:  # the first; each tensor more would take a block that stays until the step
         totals.loss = loss.detach() * weight + totals.loss if totals.loss else loss.detach() * weight
     totals.sizes.append(size)
-
-
-def _differentiate(loss: Tensor, weight: float) -> None:
-    """Run the backward pass of a loss, and free all that it took.
-
-    It begins with the weight, where torch would begin with 1: the same gradient as that of the product,
-    without the product and its own backward pass.
-
-    ``torch.autograd.backward`` looks for overrides, functorch and wrong shapes, and hands the context of the
-    caller to the threads of other devices. On the CPU a step of a small model takes a tenth longer with it,
-    and the engine runs in the thread of the caller.
-    """
-    # A new one each time, because a gradient may keep its memory.
-    begin = torch.full_like(loss, weight)
-    engine = getattr(Variable, "_execution_engine", None)
-    if engine is not None and type(loss) is Tensor and loss.is_cpu:
-        engine.run_backward((loss,), (begin,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-    else:
-        torch.autograd.backward(loss, begin)
 
 
 def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:
@@ -190,39 +162,29 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
             a finite number of at least 0, or a term counted other items while it trained than before.
     """
     mark("optimizer")
-    gradients = train_state.gradients.by_optimizer()
+    scaler, gradients = train_state.scaler, train_state.gradients.by_optimizer()
+    has_gradient = [bool(own) for own in gradients]
     norms = [norm_of(own) if own and totals.norms is None else None for own in gradients]
     loss, count, *read = read_numbers([totals.loss, totals.count, *norms, *numbers_of_terms(totals)])
     values = read[: len(norms)] if totals.norms is None else totals.norms
-    has_gradient = [bool(own) for own in gradients]
+    terms = _means_of_terms(totals, read[len(norms) :])
     items = float(totals.samples) if totals.count is None else count
-    if not 0 <= items < math.inf:
-        raise invalid_count(items, "the workload's loss")
-    terms, numbers = dict[str, float](), iter(read[len(norms) :])
-    for name, term in totals.terms.items():
-        mean, counted = next(numbers), next(numbers)
-        if totals.is_counted_ahead and not abs(counted - term.items) <= COUNT_TOLERANCE * term.items:
-            raise InputError(
-                f"the term {name!r} of the loss counts {counted:.10g} items of a batch while it trains, and "
-                f"{term.items:.10g} were counted before, so no step was taken: counts=… must count what the "
-                "loss does"
-            )
-        if term.items:
-            terms[name] = mean
-    items = items if terms or not totals.terms else 0.0
-    if items > 0 and not any(has_gradient):
+    if totals.terms and not terms:
+        items = 0.0
+    check_count(items, "the workload's loss")
+    if items and not any(has_gradient):
         raise NoGradientError(
             "the loss gives no gradient to any parameter that the optimizer trains: build the optimizer from "
             "the parameters of this model, and compute the loss from its output, without detach() and "
             "torch.no_grad()"
         )
-    scale = 1.0 if train_state.scaler is None or not any(has_gradient) else train_state.scaler.get_scale()
-    scale = scale or math.nan  # overflow after overflow halves it down to 0, and no gradient has a norm then
+    # Overflow after overflow halves a loss scale down to 0, and no gradient has a norm then.
+    scale = (scaler.get_scale() if any(has_gradient) else 1.0) or math.nan
     factor = totals.divisor / items if items else math.nan
     loss *= factor
     # A loss scale skips the optimizers that overflowed; without one, all step or none.
     finite = tuple(math.isfinite(value / scale) for value in values)
-    may_step = items > 0 and (train_state.scaler is not None or (all(finite) and math.isfinite(loss)))
+    may_step = items > 0 and (scaler.is_enabled() or (all(finite) and math.isfinite(loss)))
     steps = finite if may_step else (False,) * len(finite)
     if any(steps):
         # An overflowed gradient is not stepped with, so it does not clip the others.
@@ -234,9 +196,11 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
             torch._foreach_mul_([g for own in gradients for g in own], coefficient)
     # Not held any longer: rounding 16-bit gradients frees their sums one by one.
     del gradients, norms
-    if any(steps) or (items > 0 and train_state.scaler is not None and not math.isnan(scale)):
+    if any(steps) or (may_step and not math.isnan(scale)):
         train_state.buffers.commit()
-        _take_steps(train_state, has_gradient, moved=any(steps))
+        _take_steps(train_state, has_gradient)
+        if any(steps):
+            _follow_step(train_state)
     train_state.gradients.clear()
     return StepResult(
         loss=loss,
@@ -248,34 +212,60 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     )
 
 
-def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: bool) -> None:
-    """Run every optimizer and the update of the loss scale; if a weight ``moved``, also what follows a step.
+def _means_of_terms(totals: StepTotals, read: Sequence[float]) -> dict[str, float]:
+    """Return the mean of each of several terms that counted anything.
 
-    The loss scale skips optimizers whose gradients overflowed. After a failure here nothing can be repeated.
+    Args:
+        totals: of the batch.
+        read: `numbers_of_terms`, on the host.
+
+    Raises:
+        InputError: a term counted other items while it trained than before.
+    """
+    for (name, term), counted in zip(totals.terms.items(), read[1::2], strict=True):
+        if totals.is_counted_ahead and not abs(counted - term.items) <= COUNT_TOLERANCE * term.items:
+            raise InputError(
+                f"the term {name!r} of the loss counts {counted:.10g} items of a batch while it trains, and "
+                f"{term.items:.10g} were counted before, so no step was taken: counts=… must count what the "
+                "loss does"
+            )
+    return {
+        name: mean for (name, term), mean in zip(totals.terms.items(), read[::2], strict=True) if term.items
+    }
+
+
+def _take_steps(train_state: TrainState, has_gradient: list[bool]) -> None:
+    """Run every optimizer and the update of the loss scale; after a failure here nothing can be repeated.
+
+    The loss scale skips optimizers whose gradients overflowed, and refuses one without any gradient.
     """
     train_state.gradients.round_sums()
     with user_code("optimizer"):
         for optimizer, has in zip(train_state.optimizers, has_gradient, strict=True):
-            # A scaler refuses an optimizer without any gradient.
-            if train_state.scaler is None or not has:
-                optimizer.step()
-            else:
+            if has:
                 train_state.scaler.step(optimizer)
-        if train_state.scaler is not None and any(has_gradient):
+            else:
+                optimizer.step()
+        if any(has_gradient):
             train_state.scaler.update()
-    if train_state.after_step is not None and moved:
+
+
+def _follow_step(train_state: TrainState) -> None:
+    """Do what follows a step that moved a weight: the user's ``after_step``, and the weight average."""
+    if train_state.after_step is not None:
         # Of a shared model, gathered weights would lose what is written to them.
-        train_state.forget_gathered()
+        train_state.placement.forget_gathered()
         held = dict(train_state.model.named_parameters())
         with torch.no_grad(), user_code("after_step"):
             train_state.after_step(train_state.model)
         now = dict(train_state.model.named_parameters())
         other = [name for name in {**held, **now} if held.get(name) is not now.get(name)]
-        if other and train_state.shared is None:  # whose forward pass may leave others in their place
+        # The forward pass of a shared model may leave others in their place.
+        if other and not train_state.placement.is_shared:
             raise InputError(
                 f"the workload's after_step{place_of(train_state.after_step)} added, removed or replaced the "
                 f"parameter {other[0]!r}, which the optimizer then does not train: change its values in "
                 "place, for example with copy_ or lerp_"
             )
-    if train_state.average is not None and moved:
+    if train_state.average is not None:
         train_state.average.update()

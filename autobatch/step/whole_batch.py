@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from autobatch.core.errors import InputError
-from autobatch.step.loss import at_least_32_bits
+from autobatch.step.gradients import differentiate
+from autobatch.step.loss import StepTotals, at_least_32_bits
+from autobatch.step.ranks import Rows
 from autobatch.step.train_state import TrainState, precision_context
-from autobatch.workload.contract import Collated, WholeBatchLoss, kind_of
-from autobatch.workload.nested import form_of, map_tensors, tensors_of
+from autobatch.workload.contract import Collated, WholeBatchLoss
+from autobatch.workload.nested import form_of
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
 from autobatch.workload.user_code import user_code
 
@@ -40,118 +41,45 @@ def batch_samples(target: int | None, micro_batch: int, count: int) -> int:
     return micro_batch * count if target is None else max(target, micro_batch)
 
 
-class Rows:
-    """The representations of a batch, one row per sample, filled by micro-batch; later their gradients."""
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self.collated: Any = None
-        """All rows, in the form that ``represent`` returns; None before the first micro-batch."""
-        self._trained: list[bool] = []
-        self._gradients: list[Tensor | None] = []
-
-    def begin(self, represented: Any) -> None:
-        """Make room for all rows, as zeros, in the form of some that ``represent`` returned."""
-        self.collated = map_tensors(
-            represented, lambda part: part.new_zeros((self._samples, *part.shape[1:]))
-        )
-        self._trained = [False for _ in tensors_of(represented)]
-
-    def put(self, places: Sequence[int], represented: Any) -> None:
-        """Copy the rows that ``represent`` returned for the samples at these places of the batch.
-
-        Raises:
-            InputError: there is not one row per sample, or the form differs from the micro-batch before.
-        """
-        parts = _parts(represented, len(places))
-        if self.collated is None:
-            self.begin(represented)
-        wholes = list(tensors_of(self.collated))
-        if [(w.shape[1:], w.dtype) for w in wholes] != [(part.shape[1:], part.dtype) for part in parts]:
-            raise InputError(
-                "WholeBatchLoss(represent=…) must return rows of one form for all micro-batches, found "
-                f"{_forms(wholes)}, then {_forms(parts)}: pad them to one form"
-            )
-        self._trained = [was or part.requires_grad for was, part in zip(self._trained, parts, strict=True)]
-        for whole, part in zip(wholes, parts, strict=True):
-            whole[_index(places, whole)] = part.detach()
-
-    def fill(self, known: int) -> None:
-        """Repeat the ``known`` rows to the end, for an attempt with fewer micro-batches than its batch."""
-        while 0 < known < self._samples:
-            more = min(known, self._samples - known)
-            for whole in tensors_of(self.collated):
-                whole[known : known + more].copy_(whole[:more])
-            known += more
-
-    def leaves(self) -> Any:
-        """Return all rows as leaves that require a gradient if they depend on trained parameters."""
-        for whole, is_trained in zip(tensors_of(self.collated), self._trained, strict=True):
-            whole.requires_grad_(is_trained)
-        return self.collated
-
-    def keep_gradients(self) -> None:
-        """Keep the gradients of the rows, and free the rows."""
-        self._gradients = [whole.grad for whole in tensors_of(self.collated)]
-        self.collated = None
-
-    def run_backward(self, places: Sequence[int], represented: Any) -> None:
-        """Run the backward pass of a micro-batch from its recomputed rows."""
-        pairs = [
-            (part, gradient[_index(places, gradient)])
-            for part, gradient in zip(_parts(represented, len(places)), self._gradients, strict=True)
-            if part.requires_grad and gradient is not None
-        ]
-        if pairs:
-            torch.autograd.backward([part for part, _ in pairs], [gradient for _, gradient in pairs])
-
-
 def accumulate_whole(
     train_state: TrainState,
-    loss: WholeBatchLoss,
+    totals: StepTotals,
     micro_batches: Iterable[tuple[Collated, int]],
-    samples: int,
     mark: Callable[[str], None],
-    *,
-    places: Sequence[Sequence[int]] | None = None,
-) -> Tensor:
-    """Add the gradient of the loss of a batch to the trained parameters.
+    places: Sequence[Sequence[int]] | None,
+) -> None:
+    """Add the gradient of the loss of a batch to the trained parameters, and the loss to its totals.
 
     Args:
-        train_state: the model. Its ``peers`` fill in the rows of the other ranks.
-        loss: the loss of the workload, as its knobs change it.
+        train_state: the model and its `WholeBatchLoss`.
+        totals: of the batch. One micro-batch of its size needs one pass. If all micro-batches together are
+            fewer (in an attempt), rows are repeated, so that the loss sees that many.
         micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Passes`).
-        samples: samples of the whole batch. One micro-batch of that size needs one pass. If all
-            micro-batches together are fewer (in an attempt), rows are repeated, so that the loss sees that
-            many.
         mark: called with each phase.
         places: place in the batch of each sample of each micro-batch; None for samples in order.
-
-    Returns:
-        The loss, before any loss scale.
 
     Raises:
         InputError: a part of the loss returns something invalid.
     """
-    model, peers = train_state.model, train_state.peers
+    model, ranks, samples = train_state.model, train_state.ranks, totals.samples
+    loss = cast(WholeBatchLoss, train_state.loss)
     rows, states, used = Rows(samples), deque[RandomState](), deque[Sequence[int]]()
-    first = 0
+    known = 0
+    totals.divisor = float(samples)
+    totals.sizes.append(samples)
 
     def forward(function: Callable[..., Any], *given: Any) -> Any:
         with precision_context(train_state.device, train_state.precision), user_code("loss", function):
             return function(model, *given)
 
-    def backward(value: Any) -> Tensor:
-        """Run the backward pass of a loss; return its value."""
+    def backward(value: Any) -> None:
+        """Run the backward pass of the loss; of several ranks, each knows it, and one counts it."""
         if not isinstance(value, Tensor) or value.dim() != 0:
             raise InputError(f"WholeBatchLoss(loss=…) must return a 0-d tensor, found {form_of(value)}")
+        wide = at_least_32_bits(value)
         with user_code("the backward pass of its loss"):
-            # A loss may return a constant if its batch counts nothing.
-            if value.requires_grad:
-                wide = at_least_32_bits(value)
-                scaled = wide if train_state.scaler is None else train_state.scaler.scale(wide)
-                scaled.backward()  # type: ignore[no-untyped-call]
-        return value.detach()
+            differentiate(train_state.scaler.scale(wide), 1.0)
+        totals.loss = wide.detach() if ranks.counts_loss else 0.0
 
     def keep(micro_batch: T) -> T:
         states.append(capture_random_state(states[-1] if states else None))
@@ -164,26 +92,24 @@ def accumulate_whole(
     # No enumerate and no zip, which hold a micro-batch until the next one is there.
     for batch, size in map(keep, micro_batches):
         mark("forward")
-        if size >= samples and peers is None:
+        if size >= samples and not ranks.has_others:
             value = forward(loss, batch)
             del batch
             mark("backward")
-            return backward(value)
+            backward(value)
+            return
         # An attempt may exceed its batch.
-        start = min(first, samples - size)
+        start = min(known, samples - size)
         used.append(range(start, start + size) if places is None else places[len(used)])
         rows.put(used[-1], forward(loss.represent, batch))
-        first += size
+        known += size
         # Free this micro-batch first: this frame lives while the next one is placed.
         del batch
-    if peers is None:
-        rows.fill(first)
-    else:
-        peers.gather(rows)
+    ranks.complete(rows, known)
     mark("loss")
-    value = backward(forward(loss.loss, rows.leaves()))
+    backward(forward(loss.loss, rows.leaves()))
     rows.keep_gradients()
-    if peers is not None and not peers.counts_loss:
+    if not ranks.counts_loss:
         # Every rank has computed the gradient of what only the loss uses, and one counts it.
         train_state.gradients.clear()
     after = capture_random_state()
@@ -198,28 +124,3 @@ def accumulate_whole(
             rows.run_backward(used.popleft(), represented)
         del represented
     restore_random_state(after)
-    return value
-
-
-def _index(places: Sequence[int], like: Tensor) -> slice | Tensor:
-    """Return what selects the rows at some places: a slice if they are contiguous, which copies nothing."""
-    if isinstance(places, range):
-        return slice(places.start, places.stop)
-    return torch.tensor(places, device=like.device)
-
-
-def _parts(represented: Any, size: int) -> list[Tensor]:
-    """Return the tensors that ``represent`` returned, after a check that each has one row per sample."""
-    parts = list(tensors_of(represented)) if isinstance(represented, Tensor | tuple | list | dict) else []
-    if not parts or any(part.dim() == 0 or len(part) != size for part in parts):
-        raise InputError(
-            "WholeBatchLoss(represent=…) must return a tensor, or a tuple, list or dict of tensors, with one "
-            f"row per sample: for {size} samples, found {_forms(parts) if parts else kind_of(represented)}"
-        )
-    return parts
-
-
-def _forms(tensors: Iterable[Tensor]) -> str:
-    return ", ".join(
-        f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors
-    )

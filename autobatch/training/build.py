@@ -56,7 +56,7 @@ def open_loop(
     workload = setup.workload
     workers = options.workers
     if workers is None:
-        workers = int(plan.knobs.get(LOADER_WORKERS) or workload.loading.workers or 0)
+        workers = int(plan.knobs.get(LOADER_WORKERS) or workload.workers or 0)
     feeding = open_feed(
         workload,
         sampler,
@@ -74,7 +74,7 @@ def open_loop(
             ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
             return to_device(load_micro_batch(setup.workload, ids), device.torch_device)
 
-        if train_state.shared is not None:
+        if train_state.placement.is_shared:
             engine: Whole = Shared(ranks, train_state, filler)
         else:
             engine = Whole(ranks, train_state)

@@ -305,12 +305,12 @@ class Loop:
         if result.applied or result.count == 0:
             return
         scaler, reason = self.train_state.scaler, ""
-        if scaler is not None and scaler.get_scale() >= LEAST_LOSS_SCALE:
+        if scaler.is_enabled() and scaler.get_scale() >= LEAST_LOSS_SCALE:
             return
         skipped = self.skipped_steps_in_a_row
         if skipped:
             reason = f" (after {skipped} skipped steps in a row)"
-        if scaler is None and self.on_nonfinite == "skip" and skipped < MAX_SKIPS_IN_A_ROW:
+        if not scaler.is_enabled() and self.on_nonfinite == "skip" and skipped < MAX_SKIPS_IN_A_ROW:
             # Running statistics drop the samples of a step that is not applied.
             self.skipped_steps_in_a_row += 1
             # No rank may train on without another.
@@ -320,7 +320,7 @@ class Loop:
                 " and cannot be skipped, because the forward pass changed a large buffer or a frozen weight"
             )
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
-        at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
+        at = f" at a loss scale of {scaler.get_scale():.1e}" if scaler.is_enabled() else ""
         named, more = batch.ids[:MAX_NAMED_SAMPLES], len(batch.ids) - MAX_NAMED_SAMPLES
         raise NonFiniteError(
             f"the {what} of step {batch.index + 1} is not finite{at}{reason}, so the step was not applied: "

@@ -35,13 +35,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.workload.nested import map_leaves
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
-from autobatch.workload.rng import (
-    capture_random_state,
-    plain_random_state,
-    random_state_of,
-    restore_random_state,
-    seed_rank,
-)
+from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state, seed_rank
 from autobatch.workload.split import sizes_digest
 
 BEFORE_TRAINING = ("device", "probe", "tuning", "title", "memory_curve")
@@ -73,11 +67,11 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "evaluated": [name for name, module in model.named_modules() if not module.training],
         "optimizers": [optimizer.state_dict() for optimizer in train_state.optimizers],
         "schedules": [schedule.state_dict() for schedule in loop.schedules],
-        "scaler": None if scaler is None else scaler.state_dict(),
+        "scaler": scaler.state_dict(),
         "average": None if average is None else average.state_dict(),
         "items_per_sample": train_state.items_per_sample,
         "stream": loop.sampler.state_dict(),
-        "random": loop.engine.ranks.gather(plain_random_state()),
+        "random": loop.engine.ranks.gather(capture_random_state().plain()),
         "micro_batch": loop.micro_batch,
         "counters": {name: getattr(loop, name) for name in COUNTERS},
     }
@@ -144,9 +138,9 @@ def _restore_random(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool
     if rank >= len(of_ranks):
         seed_rank(loop.sampler.seed, rank, state["counters"]["batches_seen"])
         return
-    saved, current = random_state_of(of_ranks[rank]), capture_random_state()
-    cuda = saved.cuda if same_hardware and len(saved.cuda) == len(current.cuda) else []
-    restore_random_state(current._replace(**saved._replace(cuda=cuda)._asdict()))
+    saved = RandomState(**of_ranks[rank])
+    is_same = same_hardware and len(saved.cuda) == len(capture_random_state().cuda)
+    restore_random_state(saved if is_same else saved._replace(cuda=[]))
 
 
 def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
@@ -166,7 +160,7 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
         schedule.load_state_dict(saved)
     load_average(train_state.average, state["average"])
-    if train_state.scaler is not None and state["scaler"]:
+    if state["scaler"]:
         train_state.scaler.load_state_dict(state["scaler"])
     # Ranks begin with one.
     train_state.items_per_sample = state["items_per_sample"] or train_state.items_per_sample

@@ -18,8 +18,8 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import split_evenly
 from autobatch.step.loss import terms_of
+from autobatch.step.ranks import Rows
 from autobatch.step.train_state import TrainState, precision_context
-from autobatch.step.whole_batch import Rows
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Loss, WholeBatchLoss, kind_of
 from autobatch.workload.data import load_micro_batch
@@ -165,7 +165,7 @@ def _eval_mode(train_state: TrainState) -> Iterator[None]:
         for module, training in modes:
             module.training = training
     # Without a backward pass the last gathered parameters are still whole.
-    train_state.forget_gathered()
+    train_state.placement.forget_gathered()
 
 
 def _sums_of(loop: Loop, ids: range, batch: range, rows: Rows) -> Sums | str:
@@ -184,7 +184,7 @@ def _sums_of(loop: Loop, ids: range, batch: range, rows: Rows) -> Sums | str:
             with precision_context(train_state.device, train_state.precision):
                 with user_code("loss", workload.loss):
                     if not isinstance(workload.loss, WholeBatchLoss):
-                        terms = terms_of(train_state.call(workload.loss, micro_batch))
+                        terms = terms_of(train_state.placement(workload.loss, micro_batch))
                         for name, term in terms.items():
                             place = (LOSS, name) if name else (LOSS,)
                             sums[place] = _total_and_count(place[-1], term, len(ids))
@@ -196,7 +196,7 @@ def _sums_of(loop: Loop, ids: range, batch: range, rows: Rows) -> Sums | str:
                             sums[LOSS,] = _total_and_count(LOSS, mean, len(batch))
                 if workload.metrics is not None:
                     with user_code("metrics", workload.metrics):
-                        metrics = train_state.call(workload.metrics, micro_batch)
+                        metrics = train_state.placement(workload.metrics, micro_batch)
                         for name, value in _named(metrics).items():
                             sums[name,] = _total_and_count(name, value, len(ids))
             return sums

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
 
 from autobatch.core.errors import InputError
@@ -82,16 +82,6 @@ class WholeBatchLoss:
         return self.loss(model, self.represent(model, batch))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """The processes that load samples, as arguments of a ``DataLoader`` name them."""
-
-    workers: int | None = None
-    """Loader processes, unless an option or the tuner says otherwise; None for 0."""
-    init_worker: Callable[[int], object] | None = None
-    """Called in each process with its number; None for nothing."""
-
-
 NEEDED = {
     "model": "write model=lambda: …, which builds the model",
     "loss": "write loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
@@ -100,7 +90,7 @@ NEEDED = {
 """Fields that are functions and have no default, each with what to write."""
 LOSSES_OF_TORCH = ("torch.nn.functional", "torch.nn.modules.loss", "torch", "torch._C._nn")
 """Modules of functions and classes that know no model."""
-OPTIONAL = ("collate", "schedule", "after_step", "metrics", "counts", "size_of")
+OPTIONAL = ("collate", "schedule", "after_step", "metrics", "counts", "size_of", "init_worker")
 """Fields that are functions or None."""
 
 
@@ -149,8 +139,10 @@ class Workload:
     sampler: Iterable[Any] | None = None
     """Draws the indices of an epoch, or batches of them, in order, for all ranks together; None for a new
     permutation per epoch. A ``DistributedSampler`` becomes the order that all of its ranks have together."""
-    loading: Loading = field(default_factory=Loading)
-    """Processes that load the samples."""
+    workers: int | None = None
+    """Processes that load the samples, unless an option or the tuner says otherwise; None for 0."""
+    init_worker: Callable[[int], object] | None = None
+    """Called in each of these processes with its number; None for nothing."""
     name: str = "workload"
     """Names the folder of the runs and the entries of the cache. The default is replaced by the name of the
     function that ``file.py:function`` refers to, or by that of the file."""
@@ -334,7 +326,8 @@ def parts_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "train_data": loader.dataset,
         "collate": None if loader.collate_fn is default_collate else loader.collate_fn,
         "sampler": None if is_stream(loader.dataset) else order,
-        "loading": Loading(workers=loader.num_workers, init_worker=loader.worker_init_fn),
+        "workers": loader.num_workers,
+        "init_worker": loader.worker_init_fn,
     }
 
 

@@ -38,27 +38,19 @@ MOST_SIZE = 1e15
 def load_micro_batch(workload: Workload, ids: Sequence[int], *, data: Any = None) -> Collated:
     """Fetch samples by their indices and collate them, on the host.
 
-    Args:
-        workload: has the data and the collate function.
-        ids: indices of the samples.
-        data: to fetch from; None for the training data.
+    They are of ``data``, None for the training data.
 
     Raises:
         InputError: the samples cannot be collated; the message has the shapes found.
     """
-    is_training = data is None
-    name = "train_data" if is_training else "validation_data"
-    samples = fetch(workload.train_data if is_training else data, ids, name=name)
-    return collate_samples(samples, workload.collate)
+    of, name = (workload.train_data, "train_data") if data is None else (data, "validation_data")
+    return collate_samples(fetch(of, ids, name=name), workload.collate)
 
 
 def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[Any]:
-    """Read samples of map-style data. An error of the data is marked with the index of its sample.
+    """Read samples of map-style data, at once if it has ``__getitems__``, as torch's loader does.
 
-    Args:
-        data: has ``__getitem__``; with ``__getitems__`` it reads many samples at once, as in torch's loader.
-        ids: indices of the samples.
-        name: of the data in that mark.
+    An error of the data is marked with their ``name`` and the index of the sample.
     """
     index: int | None = None
     try:  # one block for all samples, because a block of its own costs as much as reading one
@@ -78,25 +70,15 @@ def shallow_copies(samples: Sequence[Any]) -> list[Any]:
     return [copy.copy(sample) if isinstance(sample, MutableMapping | list) else sample for sample in samples]
 
 
-def collate_samples(
-    samples: list[Any],
-    collate: Callable[[list[Any]], Collated] | None,
-) -> Collated:
-    """Collate samples.
-
-    Args:
-        samples: as the data returned them.
-        collate: the user's own function; None for torch's default.
+def collate_samples(samples: list[Any], collate: Callable[[list[Any]], Collated] | None) -> Collated:
+    """Collate samples by the user's own function; None for torch's default.
 
     Raises:
         InputError: the samples cannot be collated; the message has the shapes found.
     """
     if collate is not None:
-        try:
+        with user_code("collate", collate):
             return collate(samples)
-        except (Exception, SystemExit) as error:
-            mark_user_error(error, "collate", collate)
-            raise
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, ValueError, LookupError) as error:

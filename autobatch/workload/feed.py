@@ -26,7 +26,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -42,7 +41,7 @@ from autobatch.device.oom import Verdict, classify
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.rng import capture_random_state, restore_random_state, seed_generators
+from autobatch.workload.rng import preserved_random_state, seed_generators
 from autobatch.workload.split import MicroBatchIds, SizeSplit, Split
 from autobatch.workload.streams import StreamSampler, unchanged
 from autobatch.workload.user_code import to_picklable, user_code
@@ -56,17 +55,6 @@ START_METHOD = "fork" if sys.platform == "linux" else None
 importable, and its data is not copied."""
 COLLATING = -1
 """Takes the place of a sample's index in the seed of a collate function."""
-
-
-class LoaderWorkerCrashed(AutobatchError, RuntimeError):  # noqa: N818 - an event, as in ChildCrashed
-    """A loader worker ended; the message says how, and what to do."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error that a worker sends in place of a micro-batch, because torch keeps no notes and no cause."""
-
-    error: AutobatchError
 
 
 class MicroBatches(Dataset[Any]):
@@ -92,29 +80,26 @@ class MicroBatches(Dataset[Any]):
         """
         if self.seed is None:
             return collate_samples(fetch(self._data, part.ids), self._collate)
-        # GPU generators are not seeded, so they are not restored either.
-        before = capture_random_state()._replace(cuda=[])
-        try:
+        with preserved_random_state(gpus=False):
             return self._load_seeded(self.seed, part)
-        finally:
-            restore_random_state(before)
 
-    def __getitem__(self, part: MicroBatchIds) -> Collated | Failure:
-        """Return a micro-batch in a worker, or the error of the workload that prevented it."""
+    def __getitem__(self, part: MicroBatchIds) -> Collated | AutobatchError:
+        """Return a micro-batch in a worker, or the error that prevented it, of which torch keeps no notes."""
         assert self.seed is not None
         try:
             batch = self._load_seeded(self.seed, part)
         except (Exception, SystemExit) as error:
             if classify(error) is not Verdict.NONE:
                 raise  # torch sends its type and text to the loop, and the recovery needs both
-            return Failure(to_picklable(error))
+            return to_picklable(error)
         try:
             # The queue silently drops what it cannot pickle, and the loop would wait for it in vain.
             _WithoutTensorData(io.BytesIO()).dump(batch)
         except Exception as error:
-            why = f"a micro-batch cannot be sent from a loader worker ({type(error).__name__}: {error})"
-            advice = "return tensors in tuples, lists or dictionaries from collate, or use --workers 0"
-            return Failure(InputError(f"{why}: {advice}"))
+            return InputError(
+                f"a micro-batch cannot be sent from a loader worker ({type(error).__name__}: {error}): "
+                "return tensors in tuples, lists or dictionaries from collate, or use --workers 0"
+            )
         return batch
 
     def _load_seeded(self, seed: int, part: MicroBatchIds) -> Collated:
@@ -126,6 +111,13 @@ class MicroBatches(Dataset[Any]):
             samples += fetch(self._data, [sample])
         seed_generators(seed, part.batch_index, part.places[0], COLLATING)
         return collate_samples(samples, self._collate)
+
+
+class _WithoutTensorData(ForkingPickler):
+    """A pickler that skips the data of tensors, which goes through shared memory."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (int, ()) if isinstance(value, Tensor) else NotImplemented
 
 
 class Feed:
@@ -153,9 +145,8 @@ class Feed:
         Raises:
             InputError: the workload's data or collate function raised.
         """
-        for part in self._split.parts(batch, micro_batch):
-            # Not kept in a variable, so that the loop alone holds a micro-batch while it trains on it.
-            yield self._micro_batches.load(part)
+        # Not kept in a variable, so that the loop alone holds a micro-batch while it trains on it.
+        return map(self._micro_batches.load, self._split.parts(batch, micro_batch))
 
 
 @contextmanager
@@ -181,20 +172,21 @@ def open_feed(
             the order in which they are read.
 
     Raises:
-        LoaderWorkerCrashed: a worker ended. torch raises its own error wherever the loop is at that moment.
+        AutobatchError: a worker ended. torch raises its own error wherever the loop is at that moment.
     """
-    split, loading = split or Split(), workload.loading
+    split = split or Split()
+    options: dict[str, Any] = {}
     if workers:
         open_socket_folder()
+        options = {
+            "num_workers": workers,
+            "prefetch_factor": AHEAD,
+            "worker_init_fn": workload.init_worker,
+            "multiprocessing_context": START_METHOD,
+        }
     if isinstance(sampler, StreamSampler):
         # The stream has its own workers, and no seeds.
-        if workers:
-            sampler.reader.workers = {
-                "num_workers": workers,
-                "prefetch_factor": AHEAD,
-                "worker_init_fn": loading.init_worker,
-                "multiprocessing_context": START_METHOD,
-            }
+        sampler.reader.workers = options
         yield Feed(MicroBatches(workload, None, held=sampler.held), split)
         return
     is_seeded = workers > 0 or seeds_samples or isinstance(split, SizeSplit)
@@ -202,16 +194,19 @@ def open_feed(
     if not workers:
         yield Feed(micro_batches, split)
         return
-    gpu = device if device is not None and device.type == "cuda" else None
-    feed = WorkerFeed(
-        micro_batches, split, sampler, workers=workers, init_worker=loading.init_worker, gpu=gpu
-    )
+    options["worker_init_fn"] = partial(start_worker, workload.init_worker)
+    feed = WorkerFeed(micro_batches, split, sampler, device, options)
     try:
         yield feed
     except Exception as error:
-        if (crash := feed.crash()) is None:
+        ended = [process for process in feed.workers if process.exitcode is not None]
+        if not ended:
             raise
-        raise crash from error
+        raise AutobatchError(
+            f"loader worker {ended[0].pid} ended with exit code {ended[0].exitcode} (minus the number of a "
+            "signal): see its output above. Use fewer --workers if the host ran out of memory, a larger "
+            "/dev/shm if that is full, or none (--workers 0) to see where it ends"
+        ) from error
     finally:
         feed.close()
 
@@ -233,21 +228,28 @@ def open_socket_folder() -> None:
 
 
 class WorkerFeed(Feed):
-    """Micro-batches from loader workers; see `open_feed`."""
+    """Micro-batches from loader workers; see `open_feed`.
+
+    Args:
+        micro_batches: fetches and collates one, in a worker.
+        split: forms them.
+        sampler: the batches of the run, drawn ahead.
+        device: to train on; None if it is unknown.
+        options: the workers, as arguments of a ``DataLoader``.
+    """
 
     def __init__(
         self,
         micro_batches: MicroBatches,
         split: Split,
         sampler: GlobalBatchSampler,
-        *,
-        workers: int,
-        init_worker: Callable[[int], object] | None,
-        gpu: torch.device | None,
+        device: torch.device | None,
+        options: dict[str, Any],
     ) -> None:
         super().__init__(micro_batches, split)
-        self._sampler, self._count, self._init_worker, self._gpu = sampler, workers, init_worker, gpu
-        self._workers: list[BaseProcess] = []
+        self._sampler, self._options = sampler, options
+        self._gpu = device if device is not None and device.type == "cuda" else None
+        self.workers: list[BaseProcess] = []
         self._stream: Any = None
         self._next: tuple[int, int] | None = None
         """Batch and size limit of the micro-batches that the stream yields next; None within a batch."""
@@ -261,33 +263,20 @@ class WorkerFeed(Feed):
         if self._next != (batch.index, micro_batch):
             self._start(batch.index, micro_batch)
         self._next = None
-        left = len(self._split.parts(batch, micro_batch))
-        while left:
-            left -= 1
+        for left in reversed(range(len(self._split.parts(batch, micro_batch)))):
             if not left:
                 self._next = batch.index + 1, micro_batch
             yield self._take()
-
-    def crash(self) -> LoaderWorkerCrashed | None:
-        """Return the error of a worker that has ended; None if all of them run."""
-        for process in self._workers:
-            if process.exitcode is not None:
-                return LoaderWorkerCrashed(
-                    f"loader worker {process.pid} ended with exit code {process.exitcode} (minus the number "
-                    "of a signal): see its output above. Use fewer --workers if the host ran out of memory, "
-                    "a larger /dev/shm if that is full, or none (--workers 0) to see where it ends"
-                )
-        return None
 
     def close(self) -> None:
         """End the workers, even in the middle of their work."""
         stream, self._stream, self._next = self._stream, None, None
         # A traceback may hold the stream, which then cannot end its workers by its own deletion.
         getattr(stream, "_shutdown_workers", lambda: None)()
-        for process in self._workers:
+        for process in self.workers:
             process.kill()
             process.join()
-        self._workers = []
+        self.workers = []
 
     def _start(self, index: int, micro_batch: int) -> None:
         """Start new workers, at a batch and with a size limit."""
@@ -309,20 +298,17 @@ class WorkerFeed(Feed):
                 sampler=parts,
                 collate_fn=unchanged,
                 pin_memory=self._gpu is not None,
-                num_workers=self._count,
-                prefetch_factor=AHEAD,
-                worker_init_fn=partial(start_worker, self._init_worker),
                 # A generator of its own, so that the run's generators are not drawn from.
                 generator=torch.Generator(),
-                multiprocessing_context=START_METHOD,
+                **self._options,
             )
             self._stream = iter(loader)
-        self._workers = [process for process in multiprocessing.active_children() if process not in others]
+        self.workers = [process for process in multiprocessing.active_children() if process not in others]
 
     def _take(self) -> Collated:
         made = next(self._stream)
-        if isinstance(made, Failure):
-            raise made.error
+        if isinstance(made, AutobatchError):
+            raise made
         return made
 
 
@@ -335,10 +321,3 @@ def start_worker(init: Callable[[int], object] | None, number: int) -> None:
     end_with_parent()
     if init is not None:
         init(number)
-
-
-class _WithoutTensorData(ForkingPickler):
-    """A pickler that skips the data of tensors, which goes through shared memory."""
-
-    def reducer_override(self, value: Any) -> Any:
-        return (int, ()) if isinstance(value, Tensor) else NotImplemented

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
@@ -35,28 +36,26 @@ def to_device(batch: Collated, device: torch.device) -> Collated:
     """
     if device.type == "cpu":
         return batch
-    if isinstance(batch, Tensor):
-        return _pinned(batch, device).to(device, non_blocking=True)
     if not callable(getattr(batch, "to", None)):
         return _rebuilt(batch, [to_device(child, device) for child in children_of(batch)])
-    if device.type == "cuda" and callable(getattr(batch, "pin_memory", None)):
-        batch = batch.pin_memory()
-    else:  # as transformers' BatchEncoding, which cannot pin itself
-        batch = map_tensors(batch, lambda tensor: _pinned(tensor, device))
+    if device.type == "cuda":
+        pins_itself = not isinstance(batch, Tensor) and callable(getattr(batch, "pin_memory", None))
+        # As transformers' BatchEncoding, which cannot pin itself.
+        batch = batch.pin_memory() if pins_itself else map_tensors(batch, _pinned)
     try:
         return batch.to(device, non_blocking=True)
     except TypeError:
         return batch.to(device)
 
 
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to pinned memory if it goes to a GPU, and if the host grants that memory.
+def _pinned(tensor: Tensor) -> Tensor:
+    """Copy a tensor of the host to pinned memory, if the host grants it.
 
     torch uses a pinned block again once the copy from it is done (aten/src/ATen/core/CachingHostAllocator.h).
     A tensor with gaps, such as ``ids[:, :-1]``, it would first copy to ordinary memory, even if it is pinned
     (``copy_requires_temporaries`` in aten/src/ATen/native/cuda/Copy.cu).
     """
-    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return tensor
     is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     if is_dense and tensor.is_pinned():
@@ -160,51 +159,46 @@ def feed(
         meter: counts each micro-batch on the device, and nothing that is made on the host.
         twice: keep them on the host, for a second iteration.
     """
-
-    def place(batch: Collated) -> Collated:
-        with meter.uncounted():
-            # A second pass needs a copy of its own, even if the device is the host.
-            is_copied = twice and device.type == "cpu"
-            there = map_tensors(batch, Tensor.clone) if is_copied else to_device(batch, device)
-        meter.count(tensors_of(there))
-        return there
+    on_host = device.type == "cpu"
+    if on_host and not twice and type(meter) is SilentMeter:
+        # Nothing to move and nothing to count.
+        return fetched
 
     def fetch(source: Iterator[tuple[Collated, int]]) -> tuple[Collated, int] | None:
         with meter.uncounted():
             return next(source, None)
 
-    if not twice and device.type == "cpu" and type(meter) is SilentMeter:
-        # Nothing to move and nothing to count.
-        return fetched
+    def place(batch: Collated, size: int) -> tuple[Collated, int]:
+        with meter.uncounted():
+            # A second pass needs a copy of its own, even if the device is the host.
+            there = map_tensors(batch, Tensor.clone) if on_host and twice else to_device(batch, device)
+        meter.count(tensors_of(there))
+        return there, size
+
     source = iter(partial(fetch, iter(fetched)), None)
     if not twice:
         # No generator, whose frame would hold each micro-batch until the next one is there.
-        return starmap(lambda batch, size: (place(batch), size), source)
+        return starmap(place, source)
     kept: list[tuple[Collated, int]] = []
 
     def begin() -> Iterator[tuple[Collated, int]]:
-        for batch, size in kept[:]:
-            yield place(batch), size
+        yield from starmap(place, kept[:])
         for batch, size in source:
             kept.append((batch, size))
-            yield place(batch), size
+            yield place(batch, size)
 
     return Passes(begin)
 
 
+@dataclass(frozen=True)
 class Passes:
-    """Micro-batches that a function yields anew for each iteration over them.
+    """Micro-batches that a function yields anew for each iteration over them."""
 
-    Args:
-        begin: returns the micro-batches of one pass.
-    """
-
-    def __init__(self, begin: Callable[[], Iterator[tuple[Collated, int]]]) -> None:
-        self._begin = begin
+    begin: Callable[[], Iterator[tuple[Collated, int]]]
 
     def __iter__(self) -> Iterator[tuple[Collated, int]]:
         """Begin a pass."""
-        return self._begin()
+        return self.begin()
 
 
 def held(placed: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:

@@ -28,7 +28,7 @@ from autobatch.workload.rng import preserved_generators, preserved_random_state,
 from autobatch.workload.user_code import user_code
 
 Integers = NDArray[np.int64]
-Order: TypeAlias = Callable[[int], Sequence[int]]
+Order: TypeAlias = Callable[[int], Sequence[int] | Integers]
 """Returns the samples of an epoch in order, always equally many."""
 ORDER_VERSION = 3
 """Version of the order of an epoch, kept in checkpoints. Raise it if `permutation` changes any order."""
@@ -94,10 +94,14 @@ class GlobalBatchSampler:
             while len(ids) < size:
                 epoch, place = divmod(first + len(ids), self.samples)
                 if epoch != drawn:
-                    drawn, order = epoch, self._order_of(epoch)
-                part = order[place : place + size - len(ids)]
-                ids += part.tolist() if isinstance(part, np.ndarray) else part
+                    drawn, order = epoch, self.order_of(epoch)
+                # Plain integers, which any data take as an index.
+                ids += np.asarray(order[place : place + size - len(ids)]).tolist()
             yield GlobalBatch(index, first // self.samples, ids)
+
+    def order_of(self, epoch: int) -> Sequence[int] | Integers:
+        """Return the samples of an epoch in order."""
+        return permutation(self.samples, self.seed, epoch) if self.order is None else self.order(epoch)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what else the coming batches depend on; None if the number of the next one tells all."""
@@ -106,11 +110,6 @@ class GlobalBatchSampler:
     def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
         """Take over a state; return in words how the data continue, if that is worth a note."""
         return []
-
-    def _order_of(self, epoch: int) -> Sequence[int] | Integers:
-        if self.order is not None:
-            return self.order(epoch)
-        return permutation(self.samples, seed=self.seed, epoch=epoch)
 
 
 def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:
@@ -127,16 +126,10 @@ def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:
 
 
 def sampler_order(sampler: Iterable[Any], count: int, seed: int) -> Order:
-    """Return the order that a sampler of the user's draws for each epoch.
+    """Return the order that a sampler of the user's draws for each epoch, of indices or lists of indices.
 
-    Args:
-        sampler: yields indices, or lists of indices.
-        count: number of samples in the data.
-        seed: of the run.
-
-    Returns:
-        A function that raises `InputError` if the sampler never ends, yields nothing or no index of the data,
-        or has another number of samples in a later epoch.
+    It raises an `InputError` if the sampler never ends, yields nothing or no index of ``count`` samples, or
+    has another number of samples in a later epoch.
     """
 
     @lru_cache(maxsize=2)
@@ -174,23 +167,18 @@ def order_digest(order: Order) -> str:
     return hashlib.sha256(repr(order(0)).encode()).hexdigest()[:16]
 
 
-def permutation(samples: int, *, seed: int, epoch: int) -> Integers:
+def permutation(samples: int, seed: int, epoch: int) -> Integers:
     """Return the order of an epoch: ``range(samples)``, sorted by a hash of each number under the seed.
 
     The hash is SplitMix64, which maps different numbers to different ones. It is computed here, because the
     generators of libraries may draw otherwise in their next version, and a resumed run would repeat samples.
-
-    Args:
-        samples: number of samples.
-        seed: any integer, taken modulo 2^64.
-        epoch: from 0.
     """
     # NumPy, because an order is no part of the step: a budget counts the tensors of torch.
     return np.argsort(_mix64(np.arange(samples, dtype=np.uint64) + np.uint64(mix_seed(seed, epoch))))
 
 
 def mix_seed(seed: int, epoch: int) -> int:
-    """Return a seed of 64 bits for an epoch of a run."""
+    """Return a seed of 64 bits for an epoch of a run, whose seed is any integer."""
     # The seed is mixed before the epoch is added, so that epochs of neighbouring seeds do not coincide.
     mixed = _mix64(np.array([seed % 2**64], dtype=np.uint64))
     return int(_mix64(mixed + np.uint64(epoch))[0])

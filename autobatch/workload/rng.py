@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -35,13 +35,20 @@ class RandomState(NamedTuple):
     numpy_memory: bytes = b""
     """The memory of NumPy's generator when its state was read; empty if unknown."""
 
+    def plain(self) -> dict[str, Any]:
+        """Return the states by their names, as tensors and plain values, as a checkpoint keeps them."""
+        kind, words, *place = self.numpy
+        numpy = (kind, words.tolist(), *place)
+        return {"python": self.python, "numpy": numpy, "torch": self.torch, "cuda": self.cuda}
 
-def capture_random_state(last: RandomState | None = None) -> RandomState:
-    """Read the states of all generators.
+
+def capture_random_state(last: RandomState | None = None, *, gpus: bool = True) -> RandomState:
+    """Read the states of all generators, or of all but those of the GPUs.
 
     Args:
         last: an earlier state. Its part for NumPy is taken over if nothing was drawn since, because reading
             it takes many times as long as all others.
+        gpus: False to leave out the generators of the GPUs.
     """
     generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     memory = b""
@@ -49,7 +56,7 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
         memory = ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
     # Normal numbers are drawn in pairs: the second one may be gone without a change of the memory.
     is_same = last is not None and memory and memory == last.numpy_memory and not last.numpy[3]
-    has_cuda = torch.cuda.is_initialized() and torch.cuda.is_available()  # type: ignore[no-untyped-call]
+    has_cuda = gpus and torch.cuda.is_initialized() and torch.cuda.is_available()  # type: ignore[no-untyped-call]
     return RandomState(
         python=random.getstate(),
         numpy=last.numpy if last is not None and is_same else np.random.get_state(),  # type: ignore[arg-type]
@@ -59,30 +66,11 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
     )
 
 
-def plain_random_state() -> dict[str, Any]:
-    """Return the states of all generators as tensors and plain values."""
-    state = capture_random_state()
-    kind, words, *place = state.numpy
-    numpy = (kind, words.tolist(), *place)
-    return {"python": state.python, "numpy": numpy, "torch": state.torch, "cuda": state.cuda}
-
-
-def random_state_of(plain: Mapping[str, Any]) -> RandomState:
-    """Return the states that `plain_random_state` returned."""
-    version, words, gauss = plain["python"]
-    kind, numbers, *place = plain["numpy"]
-    return RandomState(
-        python=(version, tuple(words), gauss),
-        numpy=(kind, np.array(numbers, np.uint32), *place),
-        torch=plain["torch"],
-        cuda=plain["cuda"],
-    )
-
-
 def restore_random_state(state: RandomState) -> None:
     """Set all generators back to a captured state."""
+    kind, words, *place = state.numpy
     random.setstate(state.python)
-    np.random.set_state(state.numpy)
+    np.random.set_state((kind, np.asarray(words, np.uint32), *place))
     torch.set_rng_state(state.torch)
     if state.cuda:
         with lost_context_ignored():
@@ -113,9 +101,9 @@ def seed_rank(seed: int, rank: int, batches_seen: int = 0) -> None:
 
 
 @contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Restore all generators at the end of the block."""
-    state = capture_random_state()
+def preserved_random_state(*, gpus: bool = True) -> Iterator[None]:
+    """Restore all generators, or all but those of the GPUs, at the end of the block."""
+    state = capture_random_state(gpus=gpus)
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -40,21 +41,19 @@ class MicroBatchIds(NamedTuple):
     ids: list[int]
 
 
+@dataclass
 class Split:
     """Micro-batches of equal counts, in the order of the batch; the counts differ by at most one.
 
     One number, ``micro_batch``, shrinks a split after an out-of-memory error.
-
-    Args:
-        rank: this rank.
-        world: number of ranks, which share the batch.
-        multiple: number whose multiples all micro-batches are, but for the last one of a batch.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, multiple: int = 1) -> None:
-        self.rank = rank
-        self.world = world
-        self.multiple = multiple
+    rank: int = 0
+    """This rank."""
+    world: int = 1
+    """Number of ranks, which share the batch."""
+    multiple: int = 1
+    """Number whose multiples all micro-batches are, but for the last one of a batch."""
 
     def parts(self, batch: GlobalBatch, micro_batch: int) -> list[MicroBatchIds]:
         """Return the micro-batches of this rank; empty if it takes no sample."""
@@ -65,12 +64,7 @@ class Split:
         return max(map(len, self.of_ranks(batch, micro_batch)))
 
     def of_ranks(self, batch: GlobalBatch, micro_batch: int) -> list[list[MicroBatchIds]]:
-        """Return the micro-batches of every rank.
-
-        Args:
-            batch: its sample ids.
-            micro_batch: the largest number of samples in any micro-batch.
-        """
+        """Return the micro-batches of every rank, each of at most ``micro_batch`` samples."""
         of_ranks: list[list[MicroBatchIds]] = []
         first = 0
         for share in split_over_ranks(len(batch.ids), self.world, self.multiple):
@@ -91,68 +85,65 @@ class Split:
         return micro_batch
 
 
+@dataclass(kw_only=True)
 class SizeSplit(Split):
     """A split by size.
 
     Its ``micro_batch`` is the largest micro-batch of samples of any size. If it shrinks, the limits for all
     sizes shrink in proportion.
-
-    Args:
-        sizes: size of each sample of the data, by its index.
-        cut: the limit of the longest samples, whose padded size bounds that of every micro-batch.
-        rank: this rank.
-        world: number of ranks, which share the batch.
     """
 
-    def __init__(self, *, sizes: Sizes, cut: SizeCut, rank: int = 0, world: int = 1) -> None:
-        super().__init__(rank, world)
-        self.sizes = sizes
-        self.cut = cut
-        self.largest = cut.max_micro_batch
-        self._known: dict[tuple[int, int, int], list[list[MicroBatchIds]]] = {}
+    sizes: Sizes
+    """Size of each sample of the data, by its index."""
+    cut: SizeCut
+    """The limit of the longest samples, whose padded size bounds that of every micro-batch."""
+    _last: tuple[object, list[list[MicroBatchIds]]] = field(default=(None, []), init=False, repr=False)
+    """The latest answer, and the question: a loop, its feed and its engine ask one after the other."""
+
+    @property
+    def largest(self) -> int:
+        """The ``micro_batch`` of a split that has not shrunk."""
+        return self.cut.max_micro_batch
 
     def of_ranks(self, batch: GlobalBatch, micro_batch: int) -> list[list[MicroBatchIds]]:
         """See `Split.of_ranks`."""
-        # The loop, its feed and its engine ask for the same batch, one after the other.
-        key = (batch.index, len(batch.ids), micro_batch)
-        if key not in self._known:
-            if len(self._known) > 1:
-                self._known.clear()
-            self._known[key] = [
+        question = (batch.index, len(batch.ids), micro_batch)
+        if question != self._last[0]:
+            of_ranks = self._places(self.sizes[batch.ids], micro_batch)
+            self._last = (
+                question,
                 [
-                    MicroBatchIds(batch.index, places, [batch.ids[place] for place in places])
-                    for places in of_rank
-                    if places
-                ]
-                for of_rank in self._places(self.sizes[batch.ids], micro_batch)
-            ]
-        return self._known[key]
+                    [MicroBatchIds(batch.index, part, [batch.ids[place] for place in part]) for part in own]
+                    for own in of_ranks
+                ],
+            )
+        return self._last[1]
 
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:
         """See `Split.halved`."""
-        limit = int(self.limits_at(self.sizes[part.ids].max(keepdims=True), self.largest)[0])
+        limit = int(self._limits_at(self.sizes[part.ids].max(keepdims=True), self.largest)[0])
         return min(micro_batch, math.ceil(len(part.ids) * self.largest / (2 * limit)))
 
     def of_longest(self, micro_batch: int) -> int:
         """See `Split.of_longest`."""
-        return int(self.limits_at(np.array([self.cut.longest]), micro_batch)[0])
+        return int(self._limits_at(np.array([self.cut.longest]), micro_batch)[0])
 
-    def limits_at(self, sizes: Sizes, micro_batch: int) -> NDArray[np.int64]:
+    def fixed_area(self, micro_batch: int) -> float:
+        """Return the cost of a micro-batch besides its area, in the same unit."""
+        return FIXED_SHARE * self.of_longest(micro_batch) * self.cut.longest
+
+    def _limits_at(self, sizes: Sizes, micro_batch: int) -> NDArray[np.int64]:
         """Return the largest micro-batch of samples up to each size."""
         # A sample may have no size.
         fitting = self.cut.micro_batch * (self.cut.longest / np.maximum(sizes, 1e-9))
         limits = np.clip(fitting, 1, self.largest).astype(np.int64) * micro_batch // self.largest
         return np.maximum(limits, np.int64(1))
 
-    def fixed_area(self, micro_batch: int) -> float:
-        """Return the cost of a micro-batch besides its area, in the same unit."""
-        return FIXED_SHARE * self.of_longest(micro_batch) * self.cut.longest
-
     def _places(self, own: Sizes, micro_batch: int) -> list[list[list[int]]]:
-        """Return the places of the samples in each micro-batch of every rank; some may be empty."""
+        """Return the places of the samples in each micro-batch of every rank."""
         # A stable sort: samples of one size keep their order.
         order = np.argsort(-own, kind="stable").tolist()
-        together = self.world * self.limits_at(own[order], micro_batch)
+        together = self.world * self._limits_at(own[order], micro_batch)
         fixed = self.fixed_area(micro_batch)
         ends = accumulate(cut_by_area(own[order], together, fixed=fixed, ranks=self.world))
         places: list[list[list[int]]] = [[] for _ in range(self.world)]
@@ -160,9 +151,8 @@ class SizeSplit(Split):
         for start, end in pairwise([0, *ends]):
             # The rank with the least work so far takes the largest sample, and the most of the group.
             for turn, rank in enumerate(sorted(range(self.world), key=work.__getitem__)):
-                hand = order[start + turn : end : self.world]
-                places[rank].append(hand)
-                if hand:
+                if hand := order[start + turn : end : self.world]:
+                    places[rank].append(hand)
                     work[rank] += fixed + len(hand) * float(own[hand[0]])
         # There is nothing to sort for in one micro-batch, and a loss over the batch may read the order.
         return [[list(range(len(own)))]] if list(map(len, places)) == [1] else places
@@ -176,18 +166,14 @@ def sizes_digest(sizes: Sizes) -> str:
 def split_of(plan: Plan, read_sizes: Callable[[], Sizes | None], *, rank: int, world: int) -> Split:
     """Return the split of a rank in a plan.
 
-    Args:
-        plan: the plan.
-        read_sizes: returns the sizes of all samples, None if that takes too long.
-        rank: the rank.
-        world: number of ranks.
+    ``read_sizes`` returns the sizes of all samples, None if that takes too long.
 
     Raises:
         InputError: the plan cuts by size, and the sizes of the samples are not those that it was made for.
     """
     cut = plan.size_cut
     if cut is None:
-        return Split(rank, world, plan.multiple)
+        return Split(rank=rank, world=world, multiple=plan.multiple)
     sizes = read_sizes()
     if sizes is None or sizes_digest(sizes) != cut.digest:
         raise InputError(

@@ -10,10 +10,11 @@ its draws depend on nothing but how much was read. Reading it again from its sta
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any
 
 from torch import Tensor
@@ -50,16 +51,13 @@ COUNTED = (
 
 
 class Prefix(list[Any]):
-    """The first samples of a stream, as data with an index."""
-
-    is_all = False
-    """True if the stream ends after them."""
+    """The first samples of a stream that has more, as data with an index."""
 
 
 def scanned(workload: Workload, most: int | None = None) -> Workload:
     """Return a workload whose data are the first samples of its stream; another workload stays as it is.
 
-    At most ``most`` samples are read.
+    They are at most ``most`` samples; None for `SCAN`.
 
     Raises:
         InputError: the stream has no sample.
@@ -69,19 +67,12 @@ def scanned(workload: Workload, most: int | None = None) -> Workload:
     most = most or SCAN
     with preserved_random_state():
         first = list(islice(StreamReader(workload.train_data).epoch(), most + 1))
-    prefix = Prefix(first[:most])
-    prefix.is_all = len(first) <= most
-    return replace(workload, train_data=prefix)
-
-
-def is_open_ended(data: object) -> bool:
-    """Check for the first samples of a stream that has more."""
-    return isinstance(data, Prefix) and not data.is_all
+    return replace(workload, train_data=first if len(first) <= most else Prefix(first[:most]))
 
 
 def stream_notes(data: Any) -> list[str]:
     """Return a remark on what a plan has seen of a stream."""
-    if not is_open_ended(data):
+    if not isinstance(data, Prefix):
         return []
     return [
         f"the data are a stream: this is planned from its first {len(data):,} samples. A larger sample may "
@@ -127,53 +118,49 @@ class StreamReader:
         """Loader processes that read, as arguments of a ``DataLoader``; empty for none."""
         self._random: RandomState | None = None
         """The generators as the stream left them; None before its first epoch begins."""
-        self._looked_at: list[str] = []
-        """Digests of the first samples of an epoch that loader processes read, in their turns."""
-        self._reader: Iterator[Any] | None = None
-        self._epoch = 0
-        self._in_epoch = 0
-        """Samples that were read of the epoch."""
+        self._epoch = self._in_epoch = 0
+        """Number of the epoch, and of its samples that were read."""
+        self._samples = chain.from_iterable(self.epoch() for _ in count())
 
     def epoch(self) -> Iterator[Any]:
-        """Yield the samples that are left of the current epoch, and go on to the next one.
+        """Yield the samples of one epoch, from the generators that the seed and its number give.
 
         Raises:
-            InputError: the first epoch has no sample.
+            InputError: it has no sample, or each loader process yields the same ones.
         """
-        if self._reader is None:
-            self._looked_at = []
-            seed_generators(self._seed, IN_STREAM, self._epoch, 0)
-            with user_code("train_data", self._stream):
-                self._reader = iter(self._open())
+        seed_generators(self._seed, IN_STREAM, self._epoch, 0)
+        self._in_epoch, looked_at = 0, list[str]()
+        with user_code("train_data", self._stream):
+            reader = iter(self._open())
         while True:
             with user_code(f"train_data at position {self._in_epoch}"):
-                sample = next(self._reader, END)
+                sample = next(reader, END)
             if sample is END:
                 break
+            if self._in_epoch < COMPARED * self.workers.get("num_workers", 0):
+                looked_at.append(digest_of(sample))
+                self._check_shared(looked_at)
             self._in_epoch += 1
-            self._check_shared(sample)
             yield sample
-        if not self._epoch and not self._in_epoch:
-            raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
-        self._reader, self._epoch, self._in_epoch = None, self._epoch + 1, 0
+        if not self._in_epoch:
+            raise InputError(
+                f"in epoch {self._epoch + 1} the stream of Workload(train_data=…) has 0 samples: at least 1 "
+                "is needed. Give data that can be iterated in each epoch, or ask for fewer steps"
+            )
+        self._epoch += 1
 
     def read(self, number: int) -> list[Any]:
-        """Return the next samples, as many as one batch has.
-
-        Raises:
-            InputError: the stream yields nothing.
-        """
+        """Return the next samples, as many as one batch has."""
         samples: list[Any] = []
         if self._reads:
             with self._drawing():
-                samples = self._take(number)
+                samples = list(islice(self._samples, number))
         return samples if self._share is None else self._share(samples)
 
     def skip(self, samples: int) -> None:
-        """Read samples, and drop them."""
+        """Read samples, and hold none of them."""
         with self._drawing():
-            for _ in range(samples if self._reads else 0):
-                self._take(1)
+            deque(islice(self._samples, samples if self._reads else 0), maxlen=0)
 
     def state_dict(self) -> dict[str, int]:
         """Return the place in the stream."""
@@ -185,32 +172,15 @@ class StreamReader:
         self.skip(state["in_epoch"])
         return [f"the first {state['in_epoch']:,} samples of the stream were read again and skipped"]
 
-    def _take(self, number: int) -> list[Any]:
-        taken: list[Any] = []
-        empty_epochs = 0
-        while len(taken) < number:
-            before = len(taken)
-            taken += islice(self.epoch(), number - before)
-            empty_epochs = empty_epochs + 1 if len(taken) == before else 0
-            if empty_epochs > 1:  # after an epoch that was read to its end
-                raise InputError(
-                    f"the stream gave no sample in epoch {self._epoch}: give data that can be iterated "
-                    "again, or ask for fewer steps"
-                )
-        return taken
-
-    def _check_shared(self, sample: Any) -> None:
-        """Look at the first samples of loader processes, which take turns.
+    def _check_shared(self, looked_at: list[str]) -> None:
+        """Compare the first samples of loader processes, which take turns, by their digests.
 
         Raises:
             InputError: each process yields the same samples.
         """
-        processes = self.workers.get("num_workers", 0)
-        if processes < 2 or self._in_epoch > processes * COMPARED:
-            return
-        self._looked_at.append(digest_of(sample))
-        own = [self._looked_at[process::processes] for process in range(processes)]
-        if len(own[-1]) == COMPARED and own == own[:1] * processes and len(set(own[0])) > 1:
+        processes = self.workers["num_workers"]
+        own = [looked_at[process::processes] for process in range(processes)]
+        if processes > 1 and len(own[-1]) == COMPARED and own == own[:1] * processes and len({*own[0]}) > 1:
             raise InputError(
                 f"each of {processes} loader processes yields the same samples, so that a run would train on "
                 f"each {processes} times: let the stream share them by torch.utils.data.get_worker_info(), "
@@ -220,14 +190,13 @@ class StreamReader:
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         """Let the stream draw from its own states of the CPU's generators within the block."""
-        outside = capture_random_state()._replace(cuda=[])
-        if self._random is not None:
-            restore_random_state(self._random)
-        try:
-            yield
-        finally:
-            self._random = capture_random_state()._replace(cuda=[])
-            restore_random_state(outside)
+        with preserved_random_state(gpus=False):
+            if self._random is not None:
+                restore_random_state(self._random)
+            try:
+                yield
+            finally:
+                self._random = capture_random_state(gpus=False)
 
     def _open(self) -> Any:
         """Return the object to iterate for the current epoch: of a data set that is told its number, or made.
@@ -267,7 +236,8 @@ class StreamSampler(GlobalBatchSampler):
     held: dict[int, Any] = field(default_factory=dict)
     """Samples of the current batch by their places, in place of the training data."""
 
-    def _order_of(self, epoch: int) -> range:
+    def order_of(self, epoch: int) -> range:
+        """Return the places of the samples of an epoch, which are read in order."""
         return range(self.samples)
 
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:

@@ -15,7 +15,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduce import SPARSE, bring_to_host, kinds_of, sum_gradients, sum_rows, sum_totals
 from autobatch.step.gradients import Gradients
 from autobatch.step.loss import StepTotals
-from autobatch.step.whole_batch import Rows
+from autobatch.step.ranks import Rows
 
 SIZES = [(3, 2), (40,), (2,), (5, 5), (6, 2), (1,)]
 LACKING, NOBODYS = 2, 5

@@ -177,7 +177,7 @@ def low_activations(precision: str) -> tuple[list[float], list[bool]]:
     group = open_group()
     workload = make_workload(model=lambda: means().model().float(), train_data=points(dtype=torch.float32))
     loop = sharded_loop(group, workload, [5, 3], target_batch=14, steps=4, precision=precision)
-    if loop.train_state.scaler is not None:
+    if loop.train_state.scaler.is_enabled():
         loop.train_state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     applied = [one.applied for one in loop.run()]
     weights = whole(loop.train_state.model.parameters()).tolist()

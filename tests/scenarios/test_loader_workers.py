@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +48,21 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def have_ended(processes: list[int], seconds: float = 60.0) -> bool:
-    """Wait until processes are gone or zombies; return False after a time limit."""
+def comes_true(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
+    """Wait for a condition; return False after a time limit."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if all(state_of(pid) in (None, "Z") for pid in processes):
-            return True
+    while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return False
+    return is_true
+
+
+def have_ended(processes: list[int]) -> bool:
+    """Check that processes are gone or zombies."""
+    return all(state_of(pid) in (None, "Z") for pid in processes)
+
+
+def has_lines(path: Path, lines: int) -> bool:
+    return path.exists() and len(path.read_text().splitlines()) >= lines
 
 
 def state_of(pid: int) -> str | None:
@@ -79,11 +88,14 @@ def test_a_signal_to_the_whole_group_stops_the_run_with_one_checkpoint(tmp_path:
         start_new_session=True,
     ) as process:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        try:
+            assert comes_true(lambda: process.poll() is not None or has_lines(metrics, 3))
             assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
+            os.killpg(process.pid, signal.SIGTERM)
+            _, err = process.communicate(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 143, err
     assert "Traceback" not in err
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -146,7 +158,6 @@ def test_the_workers_of_a_killed_run_end_with_it(signals: list[int]) -> None:
             send = os.kill if number == signal.SIGKILL else os.killpg
             send(pid, number)
             # Two signals that wait at once are handled in any order.
-            while number == signal.SIGTERM and not json.loads(lines.readline())[0]:
-                pass
+            assert number != signal.SIGTERM or any(json.loads(line)[0] for line in islice(lines, 1000))
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signals[-1]
-        assert have_ended(workers)
+        assert comes_true(lambda: have_ended(workers))

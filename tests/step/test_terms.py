@@ -82,6 +82,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "found nan": {"counts": counted(boxes=torch.tensor(math.nan), classes=3)},
     "must be a number or a 0-d tensor": {"counts": counted(boxes="3", classes=3)},
     "must return a mapping of": {"counts": lambda _: 3},
+    "found an empty one": {"counts": counted()},
     "found none": {"loss": always(), "counts": None},
     "other than 'loss'": {"loss": always(loss=1.0), "counts": None},
     "the term 'a' of the workload's loss must return a 0-d tensor or a Loss, found nothing (None): return": {

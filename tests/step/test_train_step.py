@@ -47,7 +47,7 @@ def test_any_split_takes_the_step_of_the_whole_batch(
     workload = detection() if fields is None else make_workload(**fields)
     expected, losses = reference(workload, [range(SAMPLES)], whole, clip=clip)
     train_state = train_state_of(workload, max_grad_norm=clip)
-    train_state.scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    train_state.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     result = step_of(train_state, workload, sizes)
     assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import weakref
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from autobatch import InputError, WholeBatchLoss
-from autobatch.device.base import SilentMeter
 from autobatch.step.train_step import train_step
 from autobatch.workload.rng import seed_everything
 from tests.support.steps import (
@@ -22,7 +20,6 @@ from tests.support.steps import (
     train_state_of,
 )
 from tests.support.training import (
-    INFO_NCE,
     features,
     info_nce,
     make_workload,
@@ -111,18 +108,3 @@ def test_an_invalid_part_is_refused_in_one_line(represent: Any, loss: Any, said:
     with pytest.raises(InputError, match=said) as caught:
         step_of(train_state_of(workload), workload, [12, 11])
     assert "\n" not in str(caught.value)
-
-
-def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
-    workload = make_workload(loss=INFO_NCE)
-    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    found: list[int] = []
-
-    class Counting(SilentMeter):
-        def count(self, tensors: Any) -> None:
-            found.append(len(alive))
-            alive.add(next(iter(tensors)))
-
-    train_state = train_state_of(workload)
-    train_step(train_state, train_state.feed(iter(split(workload, [6] * 4)), Counting()), SAMPLES)
-    assert found == [0] * 8

@@ -20,7 +20,6 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from autobatch import InputError, WholeBatchLoss, Workload
-from autobatch.workload.contract import Loading
 
 DATA = TensorDataset(torch.arange(12.0))
 FIELDS: dict[str, Any] = {
@@ -83,7 +82,7 @@ def test_everything_but_the_batch_size_of_a_loader_is_taken() -> None:
     validation = TensorDataset(torch.arange(3.0))
     workload = Workload.from_loader(loader, validation_data=DataLoader(validation), **FIELDS, name="points")
     assert (workload.train_data, workload.validation_data, workload.collate) == (DATA, validation, list)
-    assert workload.loading == Loading(workers=2, init_worker=print)
+    assert (workload.workers, workload.init_worker) == (2, print)
     assert workload.name == "points"
     stream = Numbers()
     of_stream = Workload.from_loader(DataLoader(stream, batch_size=2), **FIELDS)
