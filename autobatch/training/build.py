@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -18,7 +19,7 @@ from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.gradients import Optimizers
-from autobatch.step.train_state import StepSettings, TrainState, build_train_state
+from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.training.validation import check_validation
 from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
@@ -67,7 +68,7 @@ def open_loop(
     )
     with device.training() as meter, feeding as feed:
         seed_everything(options.seed)
-        train_state = _open_train_state(setup, plan, options, meter, ranks)
+        train_state = _open_train_state(setup, plan, meter, ranks)
 
         def filler() -> Collated:
             """Return the first samples, for a rank with fewer micro-batches than others."""
@@ -102,7 +103,7 @@ def open_loop(
         yield loop
 
 
-def _open_train_state(setup: Setup, plan: Plan, options: Options, meter: Meter, ranks: Ranks) -> TrainState:
+def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> TrainState:
     """Place the model on the device of this rank, and build what its steps need."""
     meter.mark("setup")
     device = setup.device.torch_device
@@ -114,13 +115,7 @@ def _open_train_state(setup: Setup, plan: Plan, options: Options, meter: Meter, 
     else:
         model, shared = setup.model.to(device), None
     meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-    settings = StepSettings(
-        precision=plan.precision,
-        gradient_dtype=plan.gradient_dtype,
-        max_grad_norm=options.max_grad_norm,
-        ema=options.ema,
-        knobs=plan.knobs,
-    )
+    settings = replace(setup, precision=plan.precision, knobs=plan.knobs)
     train_state = build_train_state(setup.workload, model, device, settings, learning_rate=plan.learning_rate)
     if shared is not None:
         shared.attach(train_state)

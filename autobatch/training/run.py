@@ -31,7 +31,7 @@ from autobatch.core.signals import counts_as, stop_on_signals
 from autobatch.core.version import versions
 from autobatch.device.oom import first_line, memory_named
 from autobatch.distributed.ranks import Ranks
-from autobatch.rehearsal.setup import Setup, device_key, with_knobs
+from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.batchnorm import check_batch_norms
 from autobatch.training.build import open_loop
@@ -102,7 +102,6 @@ def train_plan(
             run.notes.append(line)
         progress.note(line)
 
-    setup = with_knobs(setup, plan.knobs)
     for line in check_batch_norms(setup.model, plan, sampler):
         add_note(line)
     progress.doing("preparing the training")
