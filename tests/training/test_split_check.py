@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,20 +13,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from autobatch import InputError, Loss, WholeBatchLoss
-from autobatch.training.split_check import examine_run
 from benchmarks.workloads import WORKLOADS
-from tests.support.kinds import RUNS
 from tests.support.split_losses import PAIRS, checked
 from tests.support.training import (
     INFO_NCE,
     Rows,
-    make_loop,
-    make_setup,
     make_workload,
     mean_loss,
     network,
     points,
-    weights,
 )
 
 HIDDEN = "its draws alone change the gradient"
@@ -168,33 +162,9 @@ def test_terms_of_training_and_of_many_samples_are_seen() -> None:
         checked(make_workload(train_data=points(300), loss=hardest), micro_batch=32, target_batch=96)
 
 
-def test_only_samples_of_one_batch_are_compared_if_a_sampler_chooses_them() -> None:
-    def loss(model, batch):
-        assert len(set(batch[1].tolist())) == 1, "samples of two kinds never meet"
-        return mean_loss(model, batch)
-
-    data = points(48)
-    data.columns = (data.columns[0], torch.arange(48) // 24)
-    workload = make_workload(train_data=data, loss=loss, sampler=list(range(48)))
-    assert checked(workload) == []
-
-
 @pytest.mark.parametrize("name", ["resnet-bn", "gpt-ragged", "encoder-dropout", "lstm", "experts"])
 def test_models_of_many_kinds_give_no_alarm(name: str) -> None:
     assert checked(WORKLOADS[name](), micro_batch=16, target_batch=48) == []
-
-
-def test_the_check_changes_no_bit_of_the_run() -> None:
-    def weights_after(*, checked: bool) -> torch.Tensor:
-        workload, options = RUNS["augmented, averaged"]()
-        loop = make_loop(workload, **{"target_batch": 7, "micro_batch": 3, "steps": 4, **options})
-        if checked:
-            setup = replace(make_setup(workload), model=loop.train_state.model, device=loop.device)
-            examine_run(setup, 3, 7)
-        list(loop.run())
-        return weights(loop.train_state.model)
-
-    assert torch.equal(weights_after(checked=True), weights_after(checked=False))
 
 
 def test_a_model_may_run_in_train_mode_only() -> None:
