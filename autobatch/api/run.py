@@ -50,10 +50,9 @@ class Run:
     world_size: int | None = None
     """Ranks to plan for, of another launcher; None for those that run."""
     command: str = ""
-    """The command line that repeats this run. A library call has none, and tries the workload in its own
-    process."""
+    """The command line that repeats this run; empty for a library call."""
     child: ChildProcess | None = None
-    """A child that has begun to import torch; None to start one when it is needed."""
+    """Tries the workload, and may have begun to import torch; None to try it in this process."""
     sinks: tuple[Sink, ...] = ()
     """Receive the records of the training besides the files of the run."""
     until: Until | None = None

@@ -46,9 +46,7 @@ def open_workload(run: Run, *, shares: bool = False) -> None:
     shares = shares or run.options.parallel == "shard"
     role = Role(world=run.ranks.world, shards=run.ranks.world if shares else None)
     run.trying.close()
-    run.process = run.trying.enter_context(
-        open_process(run.workload, run.options, role, isolated=bool(run.command), child=run.child)
-    )
+    run.process = run.trying.enter_context(open_process(run.workload, run.options, role, run.child))
 
 
 def limit(run: Run) -> None:

@@ -215,9 +215,10 @@ def result_of(call: Call, workload: str | None, options: Options, stream: SafeSt
         if workload is not None and not options.snapshot and not (predicts and is_named_model(workload)):
             check_reference(workload)  # before the seconds that torch takes to import
         # Threads of a group of ranks do not survive a copy.
-        is_copy = ranks.world == 1 and may_copy(options.device)
-        child = None if predicts or options.resume else ChildProcess(is_copy=is_copy)
-        if child is not None and not is_copy:
+        is_copy = ranks.world == 1 and may_copy(options.device) and not options.resume
+        child = ChildProcess(is_copy=is_copy)
+        starts_child = not predicts and not options.resume  # which may not need it
+        if starts_child and not is_copy:
             held.enter_context(child)  # it imports torch while this process does
         is_quiet = options.quiet or ranks.rank > 0
         terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=is_quiet))
@@ -237,7 +238,7 @@ def result_of(call: Call, workload: str | None, options: Options, stream: SafeSt
             estimates = run_estimate(workload, options)
             terminal.estimated(estimates)
             return estimates
-        if child is not None and is_copy:
+        if starts_child and is_copy:
             held.enter_context(child)
         call.run = Run(
             workload=workload, options=options, progress=progress, ranks=ranks, command=call.line, child=child

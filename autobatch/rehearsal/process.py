@@ -188,22 +188,15 @@ SetupProcess = ThisProcess | ChildProcess
 
 @contextmanager
 def open_process(
-    workload: WorkloadSource,
-    options: Options,
-    role: Role,
-    *,
-    isolated: bool,
-    child: ChildProcess | None = None,
+    workload: WorkloadSource, options: Options, role: Role, child: ChildProcess | None = None
 ) -> Iterator[SetupProcess]:
-    """Open the workload here; a reference, or the demo, in a child process if it is isolated.
-
-    ``child`` has begun to import torch; None to start one.
+    """Open the workload here; a reference, or the demo, in a child process if there is one.
 
     Raises:
         InputError: the device, the budget, the workload or a setting is invalid.
     """
-    if isolated and (workload is None or isinstance(workload, str)):
-        with child or ChildProcess() as process:
+    if child is not None and (workload is None or isinstance(workload, str)):
+        with child as process:
             yield process.open(workload, options, role)
     else:
         yield ThisProcess(_open(workload, options, role))

@@ -206,7 +206,7 @@ def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
     others = set(multiprocessing.active_children())
     with ChildProcess(is_copy=is_copy) as early:
         started = (set(multiprocessing.active_children()) - others).pop().pid
-        with open_process(None, SETTINGS, Role(), isolated=True, child=early) as process:
+        with open_process(None, SETTINGS, Role(), early) as process:
             assert process.call("a look", pid) == started
             assert ("made_before_the_copy" in process.call("a look", modules)) is is_copy
             assert list(tmp_path.iterdir()) == []

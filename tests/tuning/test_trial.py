@@ -14,7 +14,7 @@ from torch import nn
 from autobatch.core.errors import Infeasible
 from autobatch.core.options import Options
 from autobatch.planning import make_plan
-from autobatch.rehearsal.process import open_process
+from autobatch.rehearsal.process import ChildProcess, open_process
 from autobatch.rehearsal.setup import Role
 from autobatch.tuning.learning_rate import short_run
 from autobatch.tuning.trial import Trials, call_with
@@ -97,7 +97,7 @@ def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasibl
     path.write_text(f"{SMALL}\n{CRASHES}\n")
     settings = Options().with_values(device="cpu", memory_budget="64MiB")
     plan = partial(make_plan, target_batch=32, micro_batch_limit=8)
-    with open_process(f"{path}:workload", settings, Role(), isolated=True) as child:
+    with open_process(f"{path}:workload", settings, Role(), ChildProcess()) as child:
         fields = {"limit": 8, "samples": 32, "seconds": 0.0}
         trials = Trials(process=child, **fields)  # type: ignore[arg-type]
         with pytest.raises(Infeasible, match="SIGSEGV"):
