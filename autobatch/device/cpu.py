@@ -70,8 +70,7 @@ class CpuDevice(Device):
     @contextmanager
     def enforced(self) -> Iterator[Meter]:
         """Raise ``torch.OutOfMemoryError`` over the budget within the block."""
-        text = "CPU out of memory. {}".format
-        with StorageTracker(self.new_allocator(), text=text) as tracker:
+        with StorageTracker(self.new_allocator()) as tracker:
             yield tracker
 
     def training(self) -> AbstractContextManager[Meter]:
@@ -137,9 +136,8 @@ class SimulatedDevice(Device):
     @contextmanager
     def _tracked(self, *, record: bool) -> Iterator[StorageTracker]:
         outer, self._session = self._session, self.new_allocator()
-        text = "CUDA out of memory. {}".format
         try:
-            with StorageTracker(self._session, text=text, record=record) as tracker:
+            with StorageTracker(self._session, name="CUDA", record=record) as tracker:
                 yield tracker
         finally:
             self._session = outer

@@ -11,6 +11,7 @@ are taken as in the largest trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -66,21 +67,16 @@ def align(points: Sequence[Sized]) -> Aligned:
     *smaller, last = points
     pairs = [_pairs(sized, last) for sized in smaller]
     sizes_of = [block_sizes(sized.trace) for sized in points]
-    counts = [sized.size for sized in points]
+    rule_of = cache(partial(_rule, [sized.size for sized in points]))
     rules: list[Polynomial] = []
     unpaired = set()
-    known: dict[tuple[int, ...], Polynomial | None] = {}
     for block, size in enumerate(sizes_of[-1]):
-        others = [pair.get(block) for pair in pairs]
-        column = (*(sizes[at] for sizes, at in zip(sizes_of, others, strict=False) if at is not None), size)
-        if len(column) < len(counts):
-            rule = None
-        else:
-            if column not in known:
-                known[column] = _rule(counts, column)
-            rule = known[column]
-        unpaired |= {block} if rule is None else set()
-        rules.append(Polynomial(size) if rule is None else rule)
+        of_pair = (sizes[pair[block]] for sizes, pair in zip(sizes_of, pairs, strict=False) if block in pair)
+        column = (*of_pair, size)
+        rule = rule_of(column) if len(column) == len(points) else None
+        if rule is None:
+            unpaired.add(block)
+        rules.append(rule or Polynomial(size))
     events = ((block, None if size == FREE else rules[block]) for block, size in last.trace.events)
     trace = last.trace
     program = Program(tuple(events), trace.marks, trace.modules, trace.releases, trace.streams)
@@ -188,13 +184,10 @@ def block_sizes(trace: Trace) -> list[int]:
 
 def _lives(trace: Trace) -> list[int]:
     """Return how many allocations follow each block until it is freed, or until the end."""
-    born: dict[int, int] = {}
-    lives: list[int] = []
+    made, ends = 0, dict[int, int]()
     for block, size in trace.events:
         if size == FREE:
-            lives[block] = len(lives) - born[block]
+            ends[block] = made
         else:
-            lives.append(0)
-            born[block] = len(lives)
-    freed = {block for block, size in trace.events if size == FREE}
-    return [life if block in freed else len(lives) - born[block] for block, life in enumerate(lives)]
+            made += 1
+    return [ends.get(block, made) - block - 1 for block in range(made)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache, partial
 from math import gcd
 from typing import NamedTuple, Self
 
@@ -77,17 +78,11 @@ class Program:
             raise ValueError(f"a fit needs two or more different micro-batches, not {sizes_of}")
         traces = [trace.canonical() for _, trace in points]
         _check_structure(sizes_of, traces)
+        rule_of = cache(partial(rule_through, sizes_of))
         events: list[tuple[int, Polynomial | None]] = []
-        known: dict[tuple[int, ...], Polynomial] = {}
         for column in zip(*(trace.events for trace in traces), strict=True):
             block, size = column[0]
-            if size == FREE:
-                events.append((block, None))
-                continue
-            sizes = tuple(event[1] for event in column)
-            if sizes not in known:
-                known[sizes] = rule_through(sizes_of, sizes)
-            events.append((block, known[sizes]))
+            events.append((block, None if size == FREE else rule_of(tuple(size for _, size in column))))
         # Of a cache that has nothing to free there is no event.
         releases = {position for trace in traces for position in trace.releases}
         first = traces[0]

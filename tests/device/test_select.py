@@ -9,7 +9,8 @@ from autobatch import InputError
 from autobatch.device import nvml
 from autobatch.device.host import HostMemory
 from autobatch.device.select import device_kind, device_of_rank, gpu_uuid, open_device
-from tests.support.fake_cuda import gpu_reading
+
+ALPHA = nvml.NvmlGpu(uuid="GPU-a1", name="Alpha", free_bytes=None, used_bytes=None, holders=[])
 
 
 def test_a_name_opens_a_device_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,11 +36,11 @@ def test_a_gpu_that_torch_cannot_use_is_noted(monkeypatch: pytest.MonkeyPatch) -
     """A build for CUDA 13 finds no GPU under an older driver, and ``auto`` is the CPU then."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for spec, visible, gpus, is_noted in (
-        ("auto", {}, [gpu_reading()], True),
+        ("auto", {}, [ALPHA], True),
         ("auto", {}, [], False),
         # The user hides the GPU, or names the CPU.
-        ("auto", {"CUDA_VISIBLE_DEVICES": ""}, [gpu_reading()], False),
-        ("cpu", {}, [gpu_reading()], False),
+        ("auto", {"CUDA_VISIBLE_DEVICES": ""}, [ALPHA], False),
+        ("cpu", {}, [ALPHA], False),
     ):
         monkeypatch.setattr(nvml, "read_gpus", lambda gpus=gpus: gpus)
         notes = open_device(spec, memory_budget="64MiB", environ=visible).describe().notes

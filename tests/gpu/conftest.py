@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.commandline import Ran, autobatch
+from autobatch.cli.main import run as run_command
+from benchmarks.gpu.limits import alone
+from tests.support.commandline import Ran, autobatch, environment
 
 WORKLOAD = """
 import torch
@@ -47,11 +49,29 @@ def on_gpu(tmp_path: Path) -> Command:
     (tmp_path / "table").touch()
 
     def run(*arguments: object, gpus: int = 1, **variables: str) -> Ran:
-        own = {"STUB_GPU_STATE": str(tmp_path / "table"), "STUB_GPU_COUNT": str(gpus)}
-        chosen = ",".join(map(str, range(gpus)))
-        return autobatch(tmp_path, *arguments, CUDA_VISIBLE_DEVICES=chosen, **{**own, **variables})
+        own = {
+            "STUB_GPU_STATE": str(tmp_path / "table"),
+            "STUB_GPU_COUNT": str(gpus),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
+        }
+        if "--ranks" in arguments:  # whose launcher ends its process
+            return autobatch(tmp_path, *arguments, timeout=300, **{**own, **variables})
+        return Ran(*alone(command, tmp_path, [*map(str, arguments)], {**own, **variables}))
 
     return run
+
+
+def command(folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str, str]:
+    """Run the command in this process, a fork of one that has imported torch, and return what it wrote."""
+    os.chdir(folder)
+    os.environ.update(environment(folder, **variables))
+    files = [folder / "out", folder / "err"]
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    code = run_command(list(words))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return (code, *(file.read_text() for file in files))
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.units import GiB, MiB
+from autobatch import DoesNotFitError, InputError
+from autobatch.core.units import GiB, MiB, format_bytes
 from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.base import followed_modules
 from autobatch.device.cuda import CudaDevice
@@ -16,6 +18,10 @@ from tests.support.kernels import only_stub
 
 pytestmark = pytest.mark.gpu
 PROBE = ("probe", "train.py", "--device", "cuda", "--memory-budget", "200MiB", "--json")
+
+
+def bytes_on(device: torch.device, size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def steps_of(device: torch.device, size: int, rounds: int = 3) -> None:
@@ -37,7 +43,7 @@ def test_a_replay_of_the_recorded_events_has_the_peaks_of_torch(other_stream: bo
                 with torch.cuda.stream(torch.cuda.Stream()):
                     steps_of(device.torch_device, size)
             stats, trace = meter.stats(), meter.trace()
-            model = device.new_allocator()
+            model = CachingAllocator(device.budget_bytes, device.allocator_config)
         assert trace is not None
         found = replay(trace, model)
         assert found.peak_allocated_bytes == stats.peak_allocated_bytes
@@ -100,10 +106,6 @@ def test_recurrent_weights_stay_in_one_piece(recwarn: pytest.WarningsRecorder) -
     assert layers.weight_ih_l0.device.type == "cpu"
 
 
-def bytes_on(device: CudaDevice, size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=device.torch_device)
-
-
 def test_the_whole_budget_may_be_held_and_no_more_within_a_session() -> None:
     """Whole segments, pages of 2 or 20 MiB alike: one byte less in the cap would refuse the last of them."""
     device = CudaDevice(index=0, memory_budget="1000MiB")
@@ -111,13 +113,16 @@ def test_the_whole_budget_may_be_held_and_no_more_within_a_session() -> None:
     found: BaseException | None = None
     with device.enforced() as meter:
         already = meter.stats().reserved_bytes or 0
-        held = [bytes_on(device, 40 * MiB) for _ in range((device.budget_bytes - already) // (40 * MiB))]
+        held = [
+            bytes_on(device.torch_device, 40 * MiB)
+            for _ in range((device.budget_bytes - already) // (40 * MiB))
+        ]
         read = meter.stats()
         assert 40 * MiB * len(held) <= (read.peak_reserved_bytes or 0) <= device.budget_bytes
         assert (read.retries, device.refuses(read)) == (0, None)
         del held
         try:
-            bytes_on(device, 2 * GiB)
+            bytes_on(device.torch_device, 2 * GiB)
         except torch.OutOfMemoryError as error:
             found = error.with_traceback(None)
     assert found is not None
@@ -126,7 +131,7 @@ def test_the_whole_budget_may_be_held_and_no_more_within_a_session() -> None:
     free, _ = torch.cuda.mem_get_info(0)
     if free < 3 * GiB:
         pytest.skip(f"needs 3 GiB free on the GPU to show that the cap is gone, found {free} bytes")
-    assert bytes_on(device, 2 * GiB).numel() == 2 * GiB
+    assert bytes_on(device.torch_device, 2 * GiB).numel() == 2 * GiB
 
 
 def test_a_second_session_starts_like_the_first() -> None:
@@ -139,6 +144,80 @@ def test_a_second_session_starts_like_the_first() -> None:
             (x @ x).sum().item()
             del x
     assert reserved[1] == reserved[0]
+
+
+def test_the_budget_is_what_is_free_less_a_headroom_which_makes_up_for_less(monkeypatch) -> None:
+    """The same share of what is free is some MiB less a minute later, and an answer may need every byte."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    held, headroom = torch.cuda.memory_reserved(0), max(512 * MiB, int(0.05 * total))
+
+    def opened(free: int) -> CudaDevice:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, total))
+        return CudaDevice(index=0, memory_budget=None)
+
+    free = total // 4 * 3
+    found = opened(free)
+    assert found.budget_bytes == free + held - headroom
+    assert found.describe().budget_source.startswith(f"{format_bytes(free)} free (the CUDA driver) + ")
+    for less, expected in ((headroom, found.budget_bytes), (total // 2, total // 4 + held)):
+        device = opened(free - less).budgeted(found.budget_bytes)
+        assert device.budget_bytes == expected
+        with device.training():
+            assert int(torch.cuda.get_per_process_memory_fraction(0) * total) in (expected, expected + 1)
+    assert CudaDevice(index=0, memory_budget="100%").budgeted(total).budget_bytes == total
+
+
+def test_options_of_the_allocator_that_are_not_modelled_are_noted_and_nothing_is_recorded(
+    monkeypatch,
+) -> None:
+    for value, is_recorded in (("max_split_size_mb:64", False), ("expandable_segments:True", True)):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
+        device = CudaDevice(index=0, memory_budget="1GiB")
+        assert device.allocator_config.expandable_segments is is_recorded
+        with device.enforced() as meter:
+            assert (meter.trace() is not None) is is_recorded
+        assert any("max_split_size_mb" in note for note in device.describe().notes) != is_recorded
+
+
+def test_a_step_that_needed_retries_or_more_than_the_budget_does_not_fit(monkeypatch) -> None:
+    device = CudaDevice(index=0, memory_budget="150MiB")
+    with device.enforced() as meter:
+        for size in (60, 120):  # the second needs the segment of the first
+            bytes_on(device.torch_device, size * MiB)
+        waits: list[int] = []
+        monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+        read = meter.stats()
+        assert waits == [0], "a probe waits for the GPU"
+    assert read.retries == 1
+    assert "freed its cache 1 times" in (device.refuses(read) or "")
+    over = device.refuses(MemoryStats(peak_reserved_bytes=160 * MiB))
+    assert over == "the allocator held 160 MiB, over the budget of 150 MiB"
+    assert device.refuses(MemoryStats()) is None
+
+
+def test_precisions_are_those_of_the_tensor_cores() -> None:
+    device = CudaDevice(index=0, memory_budget="1GiB")
+    for capability, expected in (((8, 9), ("bf16", "fp32")), ((7, 5), ("fp32", "fp16")), ((6, 1), ("fp32",))):
+        device.compute_capability = capability
+        assert device.native_precisions() == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "words"),
+    [
+        ("out of memory", DoesNotFitError, "has no memory for a CUDA context"),
+        ("CUDA-capable device(s) is/are busy", InputError, "cannot be opened.*: CUDA error: .*compute mode"),
+    ],
+)
+def test_a_context_that_the_driver_refuses_is_one_line(monkeypatch, said: str, kind, words: str) -> None:
+    def refuse(_: int) -> None:
+        raise torch.AcceleratorError(f"CUDA error: {said}\nSearch for `cudaError' in https://docs.nvidia.com")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    with pytest.raises(kind, match=f"cuda:0 {words}") as caught:
+        CudaDevice(index=0, memory_budget="1GiB")
+    assert "\n" not in str(caught.value)
 
 
 @only_stub
@@ -154,8 +233,9 @@ def test_a_size_at_which_memory_runs_out_does_not_fit(on_gpu, call: str) -> None
 
 
 @only_stub
-@pytest.mark.parametrize("call", ["launch:20:700", "launch:20:700:1:1", "sync:3:719:1:1"])
+@pytest.mark.parametrize("call", ["launch:20:700:1:1", "sync:3:719:1:1"])
 def test_a_lost_context_at_every_size_ends_in_one_line(on_gpu, call: str) -> None:
+    """Every later call fails, too, also those that restore the cap and free the cache."""
     done = on_gpu(*PROBE, STUB_FAULT=call)
     assert done.code in (1, 2), done.out
     assert "illegal memory access" in done.err or "unspecified launch failure" in done.err

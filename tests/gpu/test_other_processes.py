@@ -62,28 +62,16 @@ def test_training_goes_on_smaller_if_another_process_takes_memory(hog, tmp_path:
 
 
 @only_stub
-@pytest.mark.parametrize("nvml", ["present", "absent"])
-def test_a_gpu_without_nvml_is_read_by_the_driver(on_gpu, nvml: str) -> None:
-    done = on_gpu("probe", "train.py", "--device", "cuda", "--max-micro-batch", 8, "--json", STUB_NVML=nvml)
-    assert done.code == 0, done.err
-    device = done.json["device"]
-    assert device["budget_bytes"] > 6 << 30
-    assert (device["other_processes_bytes"] is None) == (nvml == "absent")
-    assert any("no figures from NVML" in note for note in device["notes"]) == (nvml == "absent")
-
-
-@only_stub
-@pytest.mark.parametrize("kind", ["mig", "integrated"])
-def test_a_slice_and_a_gpu_that_shares_memory_are_read(on_gpu, kind: str) -> None:
-    done = on_gpu(
-        "probe", "train.py", "--device", "cuda", "--max-micro-batch", 8, "--json", STUB_GPU_KIND=kind
-    )
+@pytest.mark.parametrize(
+    "machine", [{"STUB_NVML": "absent"}, {"STUB_GPU_KIND": "mig"}, {"STUB_GPU_KIND": "integrated"}]
+)
+def test_a_gpu_whose_figures_nvml_lacks_or_splits_is_read_by_the_driver(on_gpu, machine) -> None:
+    more = ("--device", "cuda", "--max-micro-batch", 8, "--json")
+    done = on_gpu("probe", "train.py", *more, **machine)
     assert done.code == 0, done.err
     device = done.json["device"]
     assert device["total_bytes"] == 8192 * MIB
-    if kind == "mig":
-        assert device["budget_bytes"] < 8192 * MIB
-        assert device["other_processes_bytes"] == 0
-    else:
-        assert device["other_processes_bytes"] is None
+    assert 6 << 30 < device["budget_bytes"] < 8192 * MIB
+    assert device["other_processes_bytes"] == (0 if "mig" in machine.values() else None)
+    assert any("no figures from NVML" in note for note in device["notes"]) == ("STUB_NVML" in machine)
     assert str(os.getpid()) not in str(device["holders"])

@@ -9,24 +9,13 @@ import pytest
 from tests.support.kernels import only_stub
 
 pytestmark = [pytest.mark.gpu, only_stub]
-TRAIN = (
-    "train.py",
-    "--memory-budget",
-    "200MiB",
-    "--split-check",
-    "off",
-    "--target-batch",
-    1024,
-    "--steps",
-    2,
-)
+WITHIN = ("train.py", "--memory-budget", "200MiB")
+TRAIN = (*WITHIN, "--split-check", "off", "--target-batch", 1024, "--steps", 2, "--json")
 
 
-@pytest.mark.parametrize("command", ["probe", "fit"])
-def test_a_command_opens_contexts_on_its_gpu_alone(on_gpu, contexts, tmp_path: Path, command: str) -> None:
-    more = {"probe": ("train.py", "--memory-budget", "200MiB"), "fit": (*TRAIN, "--trials", 1)}[command]
+def test_a_command_opens_contexts_on_its_gpu_alone(on_gpu, contexts, tmp_path: Path) -> None:
     log = str(tmp_path / "contexts")
-    done = on_gpu(command, *more, "--device", "cuda:1", "--json", gpus=2, STUB_CONTEXT_LOG=log)
+    done = on_gpu("fit", *TRAIN, "--trials", 1, "--device", "cuda:1", gpus=2, STUB_CONTEXT_LOG=log)
     assert done.code == 0, done.err
     assert done.json["device"]["other_processes_bytes"] == 0
     assert contexts()
@@ -36,7 +25,7 @@ def test_a_command_opens_contexts_on_its_gpu_alone(on_gpu, contexts, tmp_path: P
 def test_each_rank_opens_a_context_on_its_gpu_alone(on_gpu, contexts, tmp_path: Path) -> None:
     log = str(tmp_path / "contexts")
     more = ("--ranks", 2, "--device", "cuda", "--trials", 0)
-    done = on_gpu("fit", *TRAIN, *more, "--json", gpus=3, STUB_CONTEXT_LOG=log)
+    done = on_gpu("fit", *TRAIN, *more, gpus=3, STUB_CONTEXT_LOG=log)
     assert done.code == 0, done.err
     assert sum(done.json["plan"]["micro_batches"]) * 2 == 1024
     opened = contexts().values()
@@ -46,9 +35,8 @@ def test_each_rank_opens_a_context_on_its_gpu_alone(on_gpu, contexts, tmp_path: 
 
 def test_an_older_gpu_beside_a_newer_one_keeps_the_precision_of_torch(on_gpu) -> None:
     unlike = {"STUB_GPU_CAPABILITY": "9.0,7.5", "STUB_GPU_TOTAL_MIB": "8192,4096"}
-    for index in (0, 1):
-        more = ("--device", f"cuda:{index}", "--memory-budget", "200MiB", "--target-batch", 64, "--json")
-        done = on_gpu("plan", "train.py", *more, gpus=2, **unlike)
-        assert done.code == 0, done.err
-        assert done.json["plan"]["precision"] == "fp32"
-        assert done.json["device"]["total_bytes"] == (8192, 4096)[index] << 20
+    more = ("--device", "cuda:1", "--target-batch", 64, "--json")
+    done = on_gpu("plan", *WITHIN, *more, gpus=2, **unlike)
+    assert done.code == 0, done.err
+    assert done.json["plan"]["precision"] == "fp32"
+    assert done.json["device"]["total_bytes"] == 4096 << 20

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
@@ -64,21 +64,21 @@ class AllocatorConfig:
         return -(-rounded // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A range of addresses in a segment: held, free, or (in expandable segments) not mapped."""
 
-    __slots__ = ("address", "held", "mapped", "next", "pool", "previous", "size")
-
-    def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
-        self.pool, self.address, self.size = pool, address, size
-        self.mapped, self.held = mapped, False
-        self.previous: Block | None = None
-        self.next: Block | None = None
+    pool: Pool
+    address: int
+    size: int
+    mapped: bool = True
+    held: bool = False
+    previous: Block | None = None
+    next: Block | None = None
 
     def split(self, size: int) -> Block:
         """Split the block after ``size`` bytes: keep the front, and return the rest, linked after it."""
-        rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
-        rest.previous, rest.next = self, self.next
+        rest = Block(self.pool, self.address + size, self.size - size, self.mapped, False, self, self.next)
         if self.next is not None:
             self.next.previous = rest
         self.next = rest
@@ -102,16 +102,14 @@ class Block:
                     self.previous.next = self
 
 
+@dataclass(slots=True, eq=False)
 class Pool:
     """Free blocks of one kind (small or large), and unmapped blocks of its expandable segments."""
 
-    __slots__ = ("free", "keeps_tail_bytes", "page_bytes", "unmapped")
-
-    def __init__(self, *, page_bytes: int, keeps_tail_bytes: int) -> None:
-        self.page_bytes = page_bytes
-        self.keeps_tail_bytes = keeps_tail_bytes
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []
+    page_bytes: int
+    keeps_tail_bytes: int
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
+    unmapped: list[tuple[int, Block]] = field(default_factory=list)
 
     def insert(self, block: Block) -> None:
         """List a block that is not held, with the free blocks if it is mapped."""
@@ -192,10 +190,7 @@ class CachingAllocator(Allocator):
         # should_split: a small or expandable block is split for any rest, a large one only for over 1 MiB.
         tail = 0 if config.expandable_segments else SMALL_BYTES
         self._pools: defaultdict[int, tuple[Pool, Pool]] = defaultdict(
-            lambda: (
-                Pool(page_bytes=SMALL_SEGMENT_BYTES, keeps_tail_bytes=0),
-                Pool(page_bytes=LARGE_SEGMENT_BYTES, keeps_tail_bytes=tail),
-            )
+            lambda: (Pool(SMALL_SEGMENT_BYTES, 0), Pool(LARGE_SEGMENT_BYTES, tail))
         )
         """The pools of each stream: for small requests and for large ones."""
         self._addresses = self._fresh_address if addresses is None else addresses

@@ -63,30 +63,22 @@ class Allocator(ABC):
 
 
 class BudgetExceeded(Exception):  # noqa: N818 - callers translate it; it is no fault
-    """The refusal of a request, with the words and the figures of CUDA's own message. Sizes are bytes.
+    """The refusal of a request, with the words and the figures of CUDA's own message.
 
     Args:
-        attempted: Memory that the allocator needed: the bytes that were asked for, or a whole segment.
+        attempted: Bytes that the allocator needed: those that were asked for, or a whole segment.
         allocator: The allocator that refused, as it is now.
     """
 
     def __init__(self, attempted: int, allocator: Allocator) -> None:
-        super().__init__()
-        self.attempted, self.limit = attempted, allocator.limit or 0
-        self.allocated, self.reserved = allocator.allocated_bytes, allocator.reserved_bytes
-
-    def __str__(self) -> str:
-        """Return the figures in words; most refusals are never shown."""
-        held = self.allocated if self.reserved is None else self.reserved
-        text = (
-            f"Tried to allocate {format_bytes(self.attempted)}. {format_bytes(self.limit)} allowed, of which "
-            f"{format_bytes(self.limit - held)} is free; "
-            f"{format_bytes(self.allocated)} is allocated by PyTorch"
+        limit, allocated, reserved = allocator.limit or 0, allocator.allocated_bytes, allocator.reserved_bytes
+        held = allocated if reserved is None else reserved
+        idle = f", and {format_bytes(held - allocated)} is reserved by PyTorch but unallocated"
+        super().__init__(
+            f"Tried to allocate {format_bytes(attempted)}. {format_bytes(limit)} allowed, of which "
+            f"{format_bytes(limit - held)} is free; {format_bytes(allocated)} is allocated by PyTorch"
+            + ("" if reserved is None else idle)
         )
-        if self.reserved is None:
-            return text
-        idle = format_bytes(self.reserved - self.allocated)
-        return f"{text}, and {idle} is reserved by PyTorch but unallocated"
 
 
 class CountingAllocator(Allocator):

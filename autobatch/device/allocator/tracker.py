@@ -16,7 +16,7 @@ another name is noticed at the next operator on it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Self
 
@@ -72,7 +72,7 @@ class StorageTracker(TorchDispatchMode):
 
     Args:
         allocator: Takes and frees what is counted.
-        text: Returns the error message for a refusal.
+        name: Begins the message of an error: CPU or CUDA.
         record: Whether to keep the events.
         storage_device: Type of the device whose storages count; ``meta`` for fake tensors.
     """
@@ -83,14 +83,14 @@ class StorageTracker(TorchDispatchMode):
         self,
         allocator: Allocator,
         *,
-        text: Callable[[BudgetExceeded], str] = str,
+        name: str = "CPU",
         record: bool = True,
         storage_device: str = "cpu",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.allocator = allocator
         self.events: list[tuple[int, int]] = []
-        self._text, self._record, self._storage_device = text, record, storage_device
+        self._name, self._record, self._storage_device = name, record, storage_device
         self._kinds: dict[int, tuple[_Kind, Any]] = {}
         """Kinds by the identity of operators, whose own hash takes longer than the rest of a look-up."""
         self._live: dict[int, Watch] = {}
@@ -227,7 +227,7 @@ class StorageTracker(TorchDispatchMode):
                 elif isinstance(value, torch.UntypedStorage):
                     self._count(value, is_new=is_new)
         except BudgetExceeded as error:
-            return self._text(error)
+            return f"{self._name} out of memory. {error}"
         return None
 
     def _count(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:

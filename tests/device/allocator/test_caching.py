@@ -133,14 +133,3 @@ def test_memory_that_is_held_already_stays_and_counts_and_without_retries_a_full
     over = CachingAllocator(20 * MiB, AllocatorConfig(held_bytes=30 * MiB))
     with pytest.raises(BudgetExceeded):
         over.malloc(1)
-
-
-def test_the_lowest_of_free_blocks_of_one_size_is_taken() -> None:
-    """The driver decides which segment that is: the first if addresses grow, the last if they fall."""
-    for addresses in (None, [3 << 40, 2 << 40, 1 << 40]):
-        given = None if addresses is None else lambda _, rest=addresses: rest.pop(0)
-        allocator = CachingAllocator(addresses=given)
-        blocks = [allocator.malloc(20 * MiB) for _ in range(3)]
-        for block in blocks:
-            allocator.free(block)
-        assert allocator.malloc(20 * MiB) is blocks[0 if addresses is None else -1]
