@@ -24,6 +24,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -225,6 +226,7 @@ class LaunchedGroup(Group):
         self.earlier_out = Path(earlier) if earlier else None
         self._launch, self._run, self._start = launch, store, start
         self._out: Path | None = None
+        self._has_store = True
         self.agree(False)  # no rank reads the folder after another one has begun
 
     def device(self, spec: str) -> str:
@@ -246,16 +248,35 @@ class LaunchedGroup(Group):
         """See `Group._lost`. The connections are closed first, so that every rank notices at once."""
         traceback.clear_frames(error.__traceback__)  # they would keep the connections open
         self._disconnect()
-        deadline, missing = time.monotonic() + ROLL_CALL_S, list[int]()
-        with suppress(RuntimeError):  # the store has gone with its host
-            self._start.set(f"lost/{self.rank}", "")
-            while True:
-                missing = [rank for rank in range(self.world) if not self._start.check([f"lost/{rank}"])]
-                if not missing or self._start.check(["verdict"]) or time.monotonic() > deadline:
-                    break
-                time.sleep(PAUSE_S)
+        missing = self._ask(self._call_roll) or []
         named = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
         return RankLost(act, named if missing else "a rank")
+
+    def _call_roll(self) -> list[int]:
+        """Answer the roll call, and return the ranks that do not."""
+        deadline = time.monotonic() + ROLL_CALL_S
+        self._start.set(f"lost/{self.rank}", "")
+        while True:
+            missing = [rank for rank in range(self.world) if not self._start.check([f"lost/{rank}"])]
+            if not missing or self._start.check(["verdict"]) or time.monotonic() > deadline:
+                return missing
+            time.sleep(PAUSE_S)
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """Ask the store a question; None if it has gone with its host, or cannot be reached."""
+        answers = list[T]()
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.append(question())
+
+        # In a thread, because a client waits without a limit for the answer of a host that is cut off.
+        asking = threading.Thread(target=ask, daemon=True)
+        if self._has_store:
+            asking.start()
+            asking.join(ROLL_CALL_S + 1)
+        self._has_store = bool(answers)
+        return answers[0] if answers else None
 
     def _disconnect(self) -> None:
         groups = [None] if self._is_owner else [one for one in (self._messages, self._of_rank_0) if one]
@@ -277,9 +298,7 @@ class LaunchedGroup(Group):
         # torchrun replaces the code by 1.
         of_rank = {"rank": self.rank, "host": self.host, "code": code, "line": line}
         own = json.dumps({**of_run, **of_rank}, indent=2)
-        first = own.encode()
-        with suppress(RuntimeError):
-            first = self._start.compare_set("verdict", "", own)
+        first = self._ask(lambda: self._start.compare_set("verdict", "", own)) or own.encode()
         if first != own.encode():
             return int(json.loads(first)["code"])
         if self._out is not None:

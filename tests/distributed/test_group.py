@@ -159,6 +159,21 @@ def hangs(group: LaunchedGroup) -> None:
     group.once(lambda: None)
 
 
+class SilentStore:
+    """A store whose host is cut off."""
+
+    def set(self, *_: Any) -> None:
+        time.sleep(1000)
+
+    compare_set = set
+
+
+def cut_off(group: LaunchedGroup) -> None:
+    """Lose rank 2 and the store."""
+    group._start = SilentStore()  # type: ignore[assignment]
+    killed(group)
+
+
 def act_and_leave(out: str, act: Callable[[LaunchedGroup], None]) -> None:
     """Leave as a command does if a rank does not answer."""
     group = open_group(LIMIT_S)
@@ -178,3 +193,10 @@ def test_a_rank_that_is_missing_is_named(server: RankServer, tmp_path: Path, act
     assert verdict["line"].startswith("rank 2 ended, hangs or cannot be reached"), verdict
     assert (verdict["rank"] != 2, verdict["code"]) == (True, 1)
     assert [one.code for one in ended][:2] == [1, 1]
+
+
+@pytest.mark.distributed
+def test_a_rank_that_cannot_reach_the_store_leaves_too(server: RankServer, tmp_path: Path) -> None:
+    ended = server.run(act_and_leave, str(tmp_path), cut_off, world=3, seconds=40)
+    assert [one.code for one in ended][:2] == [1, 1]
+    assert json.loads((tmp_path / "verdict.json").read_text())["line"].startswith("a rank ended")
