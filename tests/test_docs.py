@@ -80,7 +80,8 @@ def test_the_config_files_on_the_page_hold_options() -> None:
     (example,) = blocks(REFERENCE, "toml")
     table = tomllib.loads(example)
     del table["workload"]
-    options_from("fit", table)
+    options = options_from("fit", table)
+    assert table == {name: getattr(options, name) for name in table}
 
 
 def test_the_profile_on_the_page_is_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,7 +26,8 @@ from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.recording import COMMAND, last_screen
 from tests.support.custom_loops import Sam
 from tests.support.libraries import installed
-from tests.support.training import make_workload
+from tests.support.rank_server import RankServer
+from tests.support.training import make_workload, weights
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -233,11 +235,13 @@ def sides_of(diff: str) -> list[str]:
 
 
 @pytest.mark.program
-def test_a_project_begins_with_the_program_of_the_readme_and_its_command_runs(tmp_path: Path) -> None:
+def test_a_project_begins_with_the_program_of_the_readme_and_its_command_runs(
+    tmp_path: Path, runner: RankServer
+) -> None:
     text, program = (ROOT / "README.md").read_text(encoding="utf-8"), code_of(ROOT / "README.md")[0]
     assert len(program.splitlines()) <= 20
     (command,) = re.findall(r"^autobatch fit train.py .*$", text, re.MULTILINE)
-    printed = printed_by("bash", f"autobatch init . && {command}", tmp_path)
+    printed = printed_by("bash", f"autobatch init . && {command}", tmp_path, runner)
     assert (tmp_path / "train.py").read_text() == program.removeprefix("# train.py\n")
     assert "batch 2,048 in" in printed
 
@@ -254,34 +258,36 @@ def in_libraries() -> dict[str, Any]:
     return names | with_transformers() | with_lightning()
 
 
+def moved_by(code: str, names: dict[str, Any]) -> set[str]:
+    """Run code, and return the names of the models whose weights it has moved."""
+    models = {name: each for name, each in names.items() if isinstance(each, nn.Module)}
+    before = {name: weights(each) for name, each in models.items()}
+    exec(code, names)
+    return {name for name, each in models.items() if not torch.equal(weights(each), before[name])}
+
+
 @pytest.mark.program
 @pytest.mark.filterwarnings("default")
-def test_the_loops_of_the_readme_run_before_and_after() -> None:
+def test_the_loop_of_the_readme_runs_before_and_after() -> None:
     own, libraries = diffs_of(ROOT / "README.md")
     program: dict[str, Any] = {"__name__": "readme", "autobatch": autobatch}
     exec(code_of(ROOT / "README.md")[0], program)
     model = program["workload"]().model()
     program |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     program["loader"] = DataLoader(program["dataset"], 1000)
-    for code in sides_of(own):
-        exec(code, dict(program))
-    for code in sides_of(libraries):
-        exec(code, in_libraries())
+    assert [moved_by(code, dict(program)) for code in sides_of(own)] == [{"model"}] * 2
+    assert libraries == "\n".join(diffs_of(ROOT / "docs/loops.md")[:2]), "which run below"
 
 
 @pytest.mark.program
 @pytest.mark.filterwarnings("default")
 def test_the_loops_of_libraries_run_before_and_after() -> None:
     accelerate = installed("accelerate")
-    *others, with_accelerate = diffs_of(ROOT / "docs/loops.md")
-    for code in (side for diff in others for side in sides_of(diff)):
-        exec(code, in_libraries())
+    with_trainer, with_module, with_accelerate = diffs_of(ROOT / "docs/loops.md")
+    for diff, model in ((with_trainer, "model"), (with_module, "module")):
+        assert [moved_by(code, in_libraries()) for code in sides_of(diff)] == [{model}] * 2
     for code in sides_of(with_accelerate):
-        exec(code, reader() | {"Accelerator": accelerate.Accelerator})
-
-
-FIRST_LINES = ("loops", "loss")
-"""Pages whose first lines run beside `train.py` of the tutorial; the code of others runs above."""
+        assert moved_by(code, reader() | {"Accelerator": accelerate.Accelerator}) == {"model"}
 
 
 def blocks_of(page: str, folder: Path) -> list[tuple[str, str]]:
@@ -292,31 +298,30 @@ def blocks_of(page: str, folder: Path) -> list[tuple[str, str]]:
     return [(language, lines) for language, lines in blocks if not lines.startswith("# train.py")]
 
 
-def printed_by(language: str, lines: str, folder: Path) -> str:
+def printed_by(language: str, lines: str, folder: Path, runner: RankServer) -> str:
     """Run the code of a block in a folder, and return all that it prints."""
-    command = ["bash", "-ec", lines] if language == "bash" else [sys.executable, "-c", lines]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout + done.stderr
+    if language == "python":
+        (folder / "block.py").write_text(lines)
+        return runner.program(folder, folder / "block.py")
+    commands = [shlex.split(line, comments=True) for line in re.split(r"\n|&&", lines)]
+    return "".join(runner.program(folder, *words) for words in commands if words)
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("page", FIRST_LINES)
-def test_the_first_lines_of_a_page_run_as_they_stand_in_a_fresh_folder(page: str, tmp_path: Path) -> None:
-    blocks = blocks_of(page, tmp_path)
-    printed_by(*next(found for found in blocks if found[0] in ("python", "bash")), tmp_path)
+def test_the_first_lines_on_loops_run_as_they_stand_in_a_fresh_folder(
+    tmp_path: Path, runner: RankServer
+) -> None:
+    first = next(found for found in blocks_of("loops", tmp_path) if found[0] in ("python", "bash"))
+    assert "Traceback" not in printed_by(*first, tmp_path, runner)
 
 
 @pytest.mark.program
-def test_the_commands_of_the_tutorial_print_what_it_quotes(tmp_path: Path) -> None:
+def test_the_commands_of_the_tutorial_print_what_it_quotes(tmp_path: Path, runner: RankServer) -> None:
     """Only the figures that the training reaches may differ by a little from machine to machine."""
     quoted, printed = "", ""
     for language, lines in blocks_of("tutorial", tmp_path):
         if language == "bash":
-            printed = printed_by(language, lines, tmp_path)
+            printed = printed_by(language, lines, tmp_path, runner)
         elif language == "text":
             quoted += lines
             limits = [line for line in lines.splitlines() if not line.startswith("reached")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -112,10 +112,7 @@ def test_no_import_runs_upwards() -> None:
 
 def test_no_imports_form_a_circle() -> None:
     graph = {module: own_imports(module) for module in modules()}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(f"imports form a circle: {' imports '.join(reversed(error.args[1]))}")
+    assert {*TopologicalSorter(graph).static_order()} == {*graph}  # or it raises an error with the circle
 
 
 @pytest.mark.parametrize("library", ONLY)

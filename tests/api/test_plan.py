@@ -13,7 +13,7 @@ import autobatch
 from autobatch import InputError
 from tests.support.probes import Listener, mlp, work
 from tests.support.ragged import pad, ragged_workload
-from tests.support.step_workloads import deep_transformer
+from tests.support.step_workloads import transformer
 from tests.support.training import language_model, make_workload
 
 CPU: dict[str, Any] = {"device": "cpu", "memory_budget": "2MiB"}
@@ -29,7 +29,7 @@ def plan(workload: Any, target_batch: int = 64, **options: Any) -> tuple[Any, li
 def test_the_memory_of_a_plan_is_that_of_its_runs_also_from_a_saved_limit(tmp_path: Path) -> None:
     options = {**CPU, "target_batch": 64, "trials": 0, "steps": 1}
     found, again = (
-        autobatch.fit(deep_transformer(), out=tmp_path / name, **options) for name in ("first", "again")
+        autobatch.fit(transformer(depth=3), out=tmp_path / name, **options) for name in ("first", "again")
     )
     ran = {one.micro_batch: one.peak_allocated_bytes for one in found.probe.attempts if one.fits}
     totals = [sum(sizes) for sizes in zip(*found.memory_curve.categories.values(), strict=True)]

@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from autobatch.planning import micro_batches
 from autobatch.step.train_step import accumulate
-from tests.support.steps import train_state_of
-from tests.support.training import Rows, make_workload
+from tests.support.training import Rows, make_workload, train_state_of
 
 BATCH, WIDTH, CLASSES = 1024, 256, 10
 FIGURES = {

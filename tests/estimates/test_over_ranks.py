@@ -7,18 +7,21 @@ import multiprocessing
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
 
 from autobatch import WholeBatchLoss
 from autobatch.estimates.estimator import estimate_limits
 from tests.support.options import as_options
-from tests.support.step_workloads import TOKENS, Transformer, make, token_loss
+from tests.support.probes import WIDTH as INPUTS
+from tests.support.probes import work
+from tests.support.step_workloads import TOKENS, Transformer, make, transformer
 
 WIDTH = 128
 
 
-def workload(depth: int = 3, width: int = WIDTH):
-    return make(lambda: Transformer(width, depth), data=TOKENS, loss=token_loss)
+def workload(depth: int = 3):
+    return transformer(width=WIDTH, depth=depth)
 
 
 def settings_of(budget, target_batch=None, ranks=None, **more):
@@ -53,12 +56,17 @@ def test_a_rank_holds_its_part_and_gathers_layers():
     assert not any("NCCL" in note for note in notes)
 
 
+def many_layers() -> nn.Module:
+    layers = (nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(40))
+    return nn.Sequential(nn.Linear(INPUTS, 256), *layers, nn.Linear(256, 4))
+
+
 @pytest.mark.program
 def test_the_table_has_all_ranks_and_gpus_each_with_its_own_layout():
     """A whole model fits on the larger GPU only, whichever is named first."""
     before = multiprocessing.active_children()
     names = ["a100-40gb", "a100-80gb"]
-    given = {"what": workload(depth=8), "budget": "0.1%", "precision": "fp32", "ranks": "2,4"}
+    given = {"what": work(many_layers), "budget": "0.1%", "precision": "fp32", "ranks": "4,8"}
 
     def cells(*profile):
         found = estimate(profile=[*profile], **given)
@@ -70,7 +78,7 @@ def test_the_table_has_all_ranks_and_gpus_each_with_its_own_layout():
     layouts, table = cells(*names)
     assert layouts == dict(zip(names, ["shard", "replicate"], strict=True))
     assert {key: parallel for key, (parallel, _) in table.items()} == {
-        (name, world): layouts[name] for name in names for world in (2, 4)
+        (name, world): layouts[name] for name in names for world in (4, 8)
     }
     assert all(size > 0 for _, size in table.values())
     assert cells(*names[::-1]) == (layouts, table)
@@ -83,7 +91,7 @@ def contrastive():
         return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
     loss = WholeBatchLoss(represent=lambda model, batch: model(batch).mean(1), loss=info_nce)
-    return make(lambda: Transformer(WIDTH, 1), data=TOKENS, loss=loss)
+    return make(lambda: Transformer(WIDTH, 1), train_data=TOKENS, loss=loss)
 
 
 @pytest.mark.program

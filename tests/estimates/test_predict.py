@@ -20,11 +20,10 @@ from tests.support.step_workloads import (
     TOKENS,
     WORKLOADS,
     Transformer,
-    deep_transformer,
     make,
     setup,
-    token_loss,
     traced_step,
+    transformer,
 )
 
 BUDGET = 30 * MiB
@@ -70,12 +69,8 @@ def test_a_prediction_is_an_interval_around_its_answer() -> None:
 
 def deep(recompute: bool = False, fused: bool | None = None):
     """Return a workload deep enough that checkpointing helps."""
-    return make(
-        partial(Transformer, depth=2, recompute=recompute),
-        data=TOKENS,
-        loss=token_loss,
-        optimizer=lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate, fused=fused),
-    )
+    fusing = partial(torch.optim.AdamW, fused=fused)
+    return transformer(lambda parameters, rate: fusing(parameters, lr=rate), depth=2, recompute=recompute)
 
 
 @pytest.mark.program
@@ -103,7 +98,7 @@ def test_a_suggestion_equals_a_workload_written_that_way() -> None:
 @pytest.mark.program
 def test_suggestions_are_true_of_the_setup_that_was_probed() -> None:
     """The oracle is attempts with the change that a suggestion names."""
-    one = setup(deep_transformer(), budget=MiB * 3 // 4)
+    one = setup(transformer(depth=3), budget=MiB * 3 // 4)
     assert not attempt(one, 12).attempt.fits
     found = {remedy.name: remedy.micro_batch for remedy in suggest(one)}
     assert not {"fused", "expandable_segments"} & {*found}
@@ -119,7 +114,7 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
     one = traced_step(setup(deep()), capability=(8, 0))
     old = traced_step(setup(deep()), capability=(7, 0))
     assert {c.name for c in changes_of(one)} - {c.name for c in changes_of(old)} == {"bf16"}
-    wrong = replace(one, workload=make(Transformer, data=TOKENS, loss=lambda model, ids: model(ids)))
+    wrong = replace(one, workload=make(Transformer, train_data=TOKENS, loss=lambda model, ids: model(ids)))
     untraced = [Change("fused", "a fused optimizer", wrong)]
     found = helpful(footprint(one), untraced, Spending(BUDGET, gpu_allocator, 5000))
     assert {remedy.name for remedy in found} <= {"expandable_segments"}

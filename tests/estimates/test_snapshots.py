@@ -16,6 +16,7 @@ from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.snapshot_file import read_recordings
 from benchmarks.published.recordings import read
+from tests.support.planted import Calling
 from tests.support.torch_snapshots import RECORDINGS, segment, snapshot_of, write
 
 Answer = Callable[..., Any]
@@ -256,26 +257,14 @@ def test_the_newest_format_says_the_same(tmp_path):
     assert read_recordings(write(tmp_path / "new", newest)) == known
 
 
-class Hostile:
-    """An object whose pickle runs a command."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        import os
-
-        return os.system, (f"touch {self.path}",)
-
-
 def test_a_hostile_file_runs_nothing(run, tmp_path):
     sentinel = tmp_path / "sentinel"
     content = snapshot_of("context-100-forward")
     for place in (content, content["segments"][0], content["device_traces"][0][0]):
-        place["more"] = Hostile(sentinel)
+        place["more"] = Calling(Path.touch, sentinel)
         assert "no memory snapshot" in run({1: content, 2: content}, code=2)
         del place["more"]
-    hostile = pickle.dumps(Hostile(sentinel), 0)
+    hostile = pickle.dumps(Calling(Path.touch, sentinel), 0)
     assert "no memory snapshot" in run({1: hostile, 2: hostile}, code=2)
     assert not sentinel.exists()
 

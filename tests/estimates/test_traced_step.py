@@ -13,21 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autobatch import Workload
+from autobatch import Loss, Workload
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.estimates.footprints import Unpredictable, footprint
 from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import attempt
-from tests.support.step_workloads import (
-    WORKLOADS,
-    make,
-    pair_loss,
-    perceptron,
-    setup,
-    traced_step,
-)
+from tests.support.step_workloads import WORKLOADS, make, perceptron, setup, traced_step
+from tests.support.training import contrastive_loss
 
 
 def loss_of_elements(name: str) -> Callable[..., Tensor]:
@@ -43,6 +37,20 @@ def loss_of_elements(name: str) -> Callable[..., Tensor]:
 def loss_of_samples(model: nn.Module, batch: Any) -> Tensor:
     chosen = torch.distributions.Normal(model(batch[0]), torch.ones(5))
     return -chosen.log_prob(chosen.rsample().detach()).mean()
+
+
+def several_terms(model: nn.Module, batch: Any) -> dict[str, Tensor | Loss]:
+    """Two terms with counts, one of which a GPU would keep, and a mean."""
+    scores = model(batch[0]).flatten(1)
+    return {
+        "large": Loss(scores[:, :4].square().sum(), torch.tensor(float(len(scores)))),
+        "all": Loss(scores.abs().sum(), float(len(scores))),
+        "pull": scores.mean(),
+    }
+
+
+def count_rows(batch: Any) -> dict[str, float]:
+    return {"large": len(batch[0]), "all": len(batch[0])}
 
 
 class Collector(nn.Module):
@@ -70,6 +78,7 @@ CASES = {
         if (name, precision) != ("convolutions", "bf16")},
     **{name: Case(partial(make, perceptron, loss=loss_of_elements(name)))
         for name in ("mse_loss", "binary_cross_entropy")},
+    "several terms": Case(partial(make, perceptron, loss=several_terms, counts=count_rows)),
     "distribution": Case(partial(make, perceptron, loss=loss_of_samples)),
     "rate in a tensor": Case(partial(make, perceptron, optimizer=lambda parameters, rate: torch.optim.Adam(
         parameters, lr=torch.tensor(rate)))),
@@ -168,7 +177,7 @@ def test_a_model_without_memory_records_the_same() -> None:
 )
 def test_small_traces_give_large_ones(loss, precision) -> None:
     """A loss over pairs of samples is quadratic."""
-    workload = make(perceptron, loss=pair_loss) if loss == "pairs" else WORKLOADS["transformer"]()
+    workload = make(perceptron, loss=contrastive_loss) if loss == "pairs" else WORKLOADS["transformer"]()
     one = traced_step(setup(workload, precision=precision), capability=(8, 0))
     step = footprint(one)
     expected, found = record(one, 64).trace, step.program.at(64)

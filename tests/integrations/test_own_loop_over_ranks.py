@@ -12,15 +12,9 @@ from torch import Tensor, nn
 import autobatch
 from autobatch import Plan
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.custom_loops import (
-    EXACT,
-    KINDS,
-    SAMPLES,
-    ids_by_batch,
-    small_plan,
-    train_in_own_loop,
-)
+from tests.support.custom_loops import ids_by_batch, small_plan, train_in_own_loop
 from tests.support.rank_server import RankServer
+from tests.support.steps import EXACT, KINDS, SAMPLES
 from tests.support.training import apart, make_workload, reference
 
 pytestmark = pytest.mark.distributed
@@ -36,7 +30,7 @@ def own_loop(kind: str, limits: list[int], is_joined: bool) -> tuple[Tensor, lis
     if is_joined:
         torch.distributed.init_process_group("gloo")
     plan = plan_of(int(os.environ["RANK"]), 10, limits)
-    found = train_in_own_loop(KINDS[kind][0], plan, epochs=2, seed=3, clip=0.01)
+    found = train_in_own_loop(make_workload(**KINDS[kind][0]), plan, epochs=2, seed=3, clip=0.01)
     torch.distributed.destroy_process_group()
     return found
 
@@ -49,7 +43,8 @@ def own_loop(kind: str, limits: list[int], is_joined: bool) -> tuple[Tensor, lis
 def test_steps_equal_those_of_whole_batches(
     server: RankServer, kind: str, limits: list[int], is_joined: bool
 ) -> None:
-    workload, whole_loss = KINDS[kind]
+    fields, whole_loss = KINDS[kind]
+    workload = make_workload(**fields)
     sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
     batches = [list(batch.ids) for batch in sampler.batches()]
     expected, losses = reference(workload, batches, whole_loss, clip=0.01)

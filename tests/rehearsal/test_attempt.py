@@ -17,7 +17,8 @@ from autobatch.core.options import Options
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, open_setup
-from tests.support.probes import RandomVectors, classify
+from tests.support.probes import vectors
+from tests.support.training import Augmented, make_workload, mean_loss
 from tests.support.untouched import digest, fingerprint, live_tensors, with_gradients
 
 
@@ -26,8 +27,8 @@ def adamw(parameters, learning_rate: float) -> torch.optim.Optimizer:
 
 
 def work(model: nn.Module, **fields) -> Workload:
-    defaults = {"train_data": RandomVectors(), "loss": classify, "optimizer": adamw, "learning_rate": 1e-3}
-    return Workload(model=lambda: model, **(defaults | fields))
+    known = {"train_data": Augmented(*vectors(120).columns), "optimizer": adamw, "learning_rate": 1e-3}
+    return make_workload(**{"model": lambda: model, **known, **fields})
 
 
 def setup_of(workload: Workload, budget: str = "1GiB", **options) -> Setup:
@@ -86,11 +87,11 @@ def test_a_probe_changes_nothing(kind: str, device: str) -> None:
     assert live_tensors() <= count
 
 
-class OwnGenerator(RandomVectors):
+class OwnGenerator(Augmented):
     """Samples of a generator that the data keep for themselves."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(torch.arange(120))
         self.generator = torch.Generator().manual_seed(3)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -102,7 +103,7 @@ def test_a_probe_leaves_an_optimizer_and_data_that_the_user_has_in_use(budget: s
     """The function of the workload returns the user's own optimizer, in the middle of a training."""
     live, data = with_batch_norm(), OwnGenerator()
     optimizer = adamw(live.parameters(), 1e-3)
-    classify(live, torch.utils.data.default_collate([data[index] for index in range(4)])).backward()
+    mean_loss(live, torch.utils.data.default_collate([data[index] for index in range(4)])).backward()
     optimizer.step()
 
     def state() -> tuple[Any, ...]:
@@ -143,7 +144,7 @@ class Broken(torch.autograd.Function):
 
 
 def broken_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return Broken.apply(classify(model, batch))
+    return Broken.apply(mean_loss(model, batch))
 
 
 def test_nothing_changes_if_the_users_code_raises_and_the_error_is_theirs() -> None:
@@ -173,10 +174,10 @@ def test_the_optimizer_state_is_counted_although_the_costliest_samples_count_not
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda m, b: classify(m, b) * float("nan"), "loss is nan"),
+        (lambda m, b: mean_loss(m, b) * float("nan"), "loss is nan"),
         (lambda m, b: (m(b[0]) * 0).sum().sqrt(), "gradient is nan"),
         (lambda m, b: m(b[0]).sum(dim=1), r"0-d tensor or a Loss, found a tensor of shape \(2,\)"),
-        (lambda m, b: classify(m, b).detach(), "no gradient"),
+        (lambda m, b: mean_loss(m, b).detach(), "no gradient"),
     ],
     ids=["nan", "gradient", "vector", "detached"],
 )

@@ -16,8 +16,8 @@ from autobatch.rehearsal.setup import (
     describe_setup,
     open_setup,
 )
-from tests.support.probes import WIDTH, amsgrad, classify, mlp, vectors, work
-from tests.support.training import INFO_NCE, make_workload
+from tests.support.probes import WIDTH, mlp, vectors, work
+from tests.support.training import INFO_NCE, amsgrad, make_workload, mean_loss
 
 
 def opened(workload: Workload | None = None, role: Role | None = None, **options: Any) -> Setup:
@@ -54,7 +54,7 @@ def needing_the_model(parameters, learning_rate: float) -> torch.optim.Optimizer
 
 
 def other_loss(model: nn.Module, batch) -> torch.Tensor:
-    return classify(model, batch)
+    return mean_loss(model, batch)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,8 @@ from tests.support.detection import Detector, scenes
 from tests.support.detection import whole as whole_detection
 from tests.support.runs import fit
 from tests.support.split_losses import checked
-from tests.support.steps import EXACT, SAMPLES, Towers, clip, off, step_of, train_state_of, two_towers
+from tests.support.steps import EXACT, SAMPLES, Towers, clip, off, step_of, two_towers
 from tests.support.training import (
-    IGNORED,
     Rows,
     language_model,
     make_workload,
@@ -33,6 +32,8 @@ from tests.support.training import (
     network,
     reference,
     tokens,
+    train_state_of,
+    whole_tokens,
 )
 
 PAGE = (Path(__file__).parents[2] / "docs/loss.md").read_text(encoding="utf-8")
@@ -92,11 +93,6 @@ class Experts(nn.Module):
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         router = self.router(inputs).softmax(1)
         return sum(router[:, [i]] * expert(inputs) for i, expert in enumerate(self.experts)), router
-
-
-def whole_tokens(model: nn.Module, batch: Any, smoothing: float = 0.0) -> Tensor:
-    scores, labels = model(batch[0]).flatten(0, 1), batch[1].flatten()
-    return cross_entropy(scores, labels, ignore_index=IGNORED, label_smoothing=smoothing)
 
 
 def whole_weighted(model: nn.Module, batch: Any) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,27 +20,53 @@ from autobatch import CheckpointError, DoesNotFitError, Progress
 from autobatch.training import checkpoint
 from autobatch.training.checkpoint import begin_after, list_checkpoints
 from autobatch.training.run import train
-from tests.support.checkpoints import Killed, SystemCalls, is_valid, leftovers, newest, save
+from tests.support.checkpoints import is_valid, leftovers, newest, save
 from tests.support.runs import HINT, open_loop, resume, saved_steps, settings
 from tests.support.training import fingerprint, make_workload
 
 
-def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
-    """A limit on file sizes makes write() fail, which torch.save alone would hide."""
-    save(tmp_path, 1)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        with pytest.raises(
-            CheckpointError, match=r"step 2 could not be written to .*File too large.*Free some space"
-        ):
-            save(tmp_path, 2, size=100_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert newest(tmp_path) == 1
-    assert leftovers(tmp_path) == []
-    save(tmp_path, 3, size=100_000)
-    assert newest(tmp_path) == 3
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class SystemCalls:
+    """Counts the calls of the system that change a folder, looks around before each, and kills at one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = 10_000
+        """Calls before the kill."""
+        self.count = 0
+        self.look: Callable[[], None] = lambda: None
+        for owner, name in [
+            *((os, name) for name in ("mkdir", "rename", "unlink", "rmdir", "fsync", "open")),
+            *((Path, name) for name in ("mkdir", "rename", "unlink")),
+            (shutil, "rmtree"),
+        ]:
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+        # A killed process runs no error handler: they all begin with this.
+        suppress = contextlib.suppress
+        monkeypatch.setattr(
+            checkpoint.contextlib, "suppress", lambda *kinds: _Kill() if self.left < 0 else suppress(*kinds)
+        )
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            self.left -= 1
+            self.look()
+            if self.left < 0:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return counted
+
+
+class _Kill:
+    def __enter__(self) -> None:
+        raise Killed
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -163,14 +192,17 @@ class FullDisk(Progress):
 
 @pytest.mark.parametrize("has_signal", [False, True])
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path, has_signal: bool) -> None:
-    """With and without a signal. The run can be resumed from the last checkpoint before."""
+    """A limit on file sizes makes write() fail, which torch.save alone would hide."""
     disk = FullDisk(has_signal=has_signal)
     try:
-        with pytest.raises(CheckpointError, match="step 3 could not be written") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"step 3 could not be written to .*File too large.*Free some space"
+        ) as caught:
             train(open_loop(make_workload(model=Large)), settings(tmp_path, checkpoint_every=1), disk)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, disk.unlimited)
     assert HINT in caught.value.__notes__[0]
+    assert (saved_steps(tmp_path), leftovers(tmp_path / "checkpoints")) == ([1, 2], [])
     loop, _ = resume(tmp_path, make_workload(model=Large))
     straight = open_loop(make_workload(model=Large))
     list(straight.run())

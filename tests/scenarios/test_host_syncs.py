@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import Loss
-from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import accumulate, finish
 from tests.support.kernels import needs_kernels
-from tests.support.training import make_workload
+from tests.support.training import make_workload, mean_loss, network, points, train_state_of
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
 
@@ -29,26 +28,20 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def mean(model: nn.Module, batch: Any) -> Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
 def counted(model: nn.Module, batch: Any) -> Loss:
-    return Loss(nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), (batch[1] > -9).sum())
+    return Loss(mean_loss(model, batch) * 12, (batch[1] >= 0).sum())
 
 
 def step_on(device: torch.device, loss: Any, precision: Any) -> tuple[Any, list[tuple[Any, int]]]:
     """Return a train state and the micro-batches of a step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device)
-    settings = StepSettings(precision=precision, max_grad_norm=1.0, ema=0.9)
-    state = build_train_state(make_workload(loss=loss), model, device, settings, learning_rate=0.01)
-    return state, [
-        ((torch.randn(4, 3, device=device), torch.randn(4, 1, device=device)), 4) for _ in range(3)
-    ]
+    model = lambda: nn.Sequential(nn.BatchNorm1d(5), network(torch.float32)).to(device)  # noqa: E731
+    workload = make_workload(model=model, loss=loss)
+    state = train_state_of(workload, device=device, precision=precision, max_grad_norm=1.0, ema=0.9)
+    columns = [column.to(device).split(4) for column in points(12, dtype=torch.float32).columns]
+    return state, [(batch, 4) for batch in zip(*columns, strict=True)]
 
 
-KINDS = pytest.mark.parametrize("loss", [mean, pytest.param(counted, marks=needs_kernels)])
+KINDS = pytest.mark.parametrize("loss", [mean_loss, pytest.param(counted, marks=needs_kernels)])
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 
 

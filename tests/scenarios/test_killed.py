@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import killing
+from tests.support.rank_server import RankServer
 
-def run(folder: Path, kills: int, *words: str) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.killing", str(folder), str(kills), "1", *words],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+
+def killed(folder: Path, kills: int, fed: bool) -> dict[str, int]:
+    return [*killing.kill(folder, kills, 1, fed=fed)][-1]
 
 
 @pytest.mark.program
-@pytest.mark.parametrize(("kills", "words"), [(20, ()), (6, ("fed",))])
+@pytest.mark.parametrize(("kills", "fed"), [(20, False), (6, True)])
 def test_kills_lose_no_acknowledged_checkpoint_whatever_the_number_of_loader_workers(
-    kills: int, words: tuple[str, ...], tmp_path: Path
+    kills: int, fed: bool, tmp_path: Path, server: RankServer
 ) -> None:
-    result = run(tmp_path, kills, *words)
+    (result,) = server.values(killed, tmp_path, kills, fed, world=1, seconds=600)
     assert result["killed"] >= kills
     assert result["finished"] >= 1
+
+
+def test_a_call_without_words_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import runpy
+
+    monkeypatch.setattr(sys, "argv", ["killing"])
+    with pytest.raises(SystemExit, match=r"usage: .* FOLDER KILLS SEED"):
+        runpy.run_path(killing.__file__, run_name="__main__")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import autobatch
 from autobatch import InputError
 from tests.support.probes import probed, work
+from tests.support.training import mean_loss
 
 SEEN: list[int] = []
+BUDGET: dict[str, Any] = {"device": "cpu", "memory_budget": "80KiB"}
 
 
 def in_multiples_of(multiple: int):
@@ -23,7 +24,7 @@ def in_multiples_of(multiple: int):
         count = len(batch[1])
         assert count % multiple == 0, "the batch must be even"
         SEEN.append(count)
-        return functional.cross_entropy(model(batch[0]), batch[1])
+        return mean_loss(model, batch)
 
     return loss
 
@@ -31,12 +32,12 @@ def in_multiples_of(multiple: int):
 @pytest.fixture(scope="module", name="largest")
 def probed_once() -> int:
     """Return what fits without the assertion."""
-    return autobatch.probe(work(), device="cpu", memory_budget="80KiB").micro_batch
+    return autobatch.probe(work(), **BUDGET).micro_batch
 
 
 def test_a_multiple_that_is_given_is_kept(largest: int) -> None:
     multiple = 4
-    asked = {"device": "cpu", "memory_budget": "80KiB", "micro_batch_multiple": multiple}
+    asked = {**BUDGET, "micro_batch_multiple": multiple}
     found = autobatch.probe(work(loss=in_multiples_of(multiple)), **asked)
     assert (found.micro_batch, found.multiple) == (largest // multiple * multiple, multiple)
     assert found.upper_bound_by in ("run", "replay")
@@ -55,20 +56,12 @@ def test_an_error_at_odd_sizes_names_the_option() -> None:
 
 def test_a_plan_has_multiples_only_and_trains(largest: int, tmp_path: Path) -> None:
     target = 2 * largest + 8
-    options = {
-        "device": "cpu",
-        "memory_budget": "80KiB",
-        "target_batch": target,
-        "micro_batch_multiple": 2,
-    }
+    options = {**BUDGET, "target_batch": target, "micro_batch_multiple": 2}
     plan = autobatch.plan(work(loss=in_multiples_of(2)), **options)
     assert sum(plan.micro_batches) == target
     assert all(size % 2 == 0 and size <= largest for size in plan.micro_batches)
     SEEN.clear()
-    torch.manual_seed(0)
-    result = autobatch.fit(
-        work(loss=in_multiples_of(2)), **options, steps=3, trials=0, out=str(tmp_path / "run")
-    )
+    result = autobatch.fit(work(loss=in_multiples_of(2)), **options, steps=3, trials=0, out=tmp_path)
     assert result.training.optimizer_steps == 3
     assert SEEN
     assert all(size % 2 == 0 for size in SEEN)

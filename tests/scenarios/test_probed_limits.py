@@ -13,7 +13,8 @@ from autobatch.core.options import Options
 from autobatch.rehearsal import attempt as attempts
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, open_setup
-from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work
+from tests.support.probes import WIDTH, mlp, pad, sequences, vectors, work
+from tests.support.training import amsgrad, contrastive_loss
 
 # Brute force.
 
@@ -27,11 +28,6 @@ def convolutions() -> nn.Module:
 
 def on_squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.cross_entropy(model(batch[0].view(-1, 1, 4, 4)), batch[1])
-
-
-def all_pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    features = functional.normalize(model(batch[0]), dim=1)
-    return functional.cross_entropy(features @ features.T, torch.arange(len(features)))
 
 
 class Recurrent(nn.Module):
@@ -50,7 +46,7 @@ def wide() -> nn.Module:
 # Under CUDA's allocator the smallest budget is a segment of 2 MiB.
 CASES = {
     "convolutions": (work(convolutions, loss=on_squares), "cpu", "30KiB"),
-    "pairs": (work(loss=all_pairs), "cpu", "48KiB"),
+    "pairs": (work(loss=contrastive_loss), "cpu", "48KiB"),
     "lstm": (work(Recurrent), "cpu", "100KiB"),
     "deep": (work(wide), "cpu", "28KiB"),
     "mlp on a GPU": (work(lambda: mlp(4096)), "sim:t4", "4MiB"),
@@ -154,7 +150,7 @@ def over_time(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def test_random_samples_of_different_lengths_train_at_the_limit(size_of) -> None:
     workload = work(
         lambda: nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)),
-        train_data=Sequences(LENGTHS), collate=pad, loss=over_time, size_of=size_of,
+        train_data=sequences(LENGTHS), collate=pad, loss=over_time, size_of=size_of,
     )  # fmt: skip
     found = autobatch.probe(workload, device="cpu", memory_budget="150KiB")
     setup = open_setup(workload, Options().with_values(device="cpu", memory_budget="150KiB"))

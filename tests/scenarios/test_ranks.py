@@ -20,7 +20,7 @@ from torch.utils.data import WeightedRandomSampler
 import autobatch
 from autobatch import WholeBatchLoss
 from autobatch.training.checkpoint import load_newest
-from tests.support.faults import stateful
+from tests.support.kinds import Everything, stateful
 from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
 from tests.support.runs import keep_only, rows
@@ -87,7 +87,7 @@ MEASURED: dict[str, Any] = {
 }
 WORKLOADS = {
     "plain": partial(make_workload, **MEASURED),
-    "random": stateful,
+    "random": partial(stateful, model=lambda: Everything().body),
     "ragged": ragged_workload,
     "blocks": partial(make_workload, **{**MEASURED, "model": lambda: Blocks().double(), "optimizer": adamw}),
     "towers": towers,

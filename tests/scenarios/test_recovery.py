@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,8 @@ from torch import Tensor, nn
 from autobatch import DoesNotFitError, RestartSmallerError, WholeBatchLoss
 from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
-from tests.support.faults import (
-    Fault,
-    Quick,
-    Watching,
-    operators,
-    plain,
-    stateful,
-    stateful_contrastive,
-    stateful_terms,
-    train,
-)
+from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
+from tests.support.kinds import run_of, stateful
 from tests.support.training import (
     INFO_NCE,
     apart,
@@ -34,6 +26,38 @@ from tests.support.training import (
     weights,
 )
 
+
+def train(
+    workload, fault: Fault | None, *, device: Any = None, shrink_to: int | None = None, precision="fp32"
+):
+    """Train three steps with a fault in `FAULTY_STEP`, or with another micro-batch from that step on."""
+    device = device or Quick(memory_budget="1GiB")
+    with device.training() as inner, fault or nullcontext():
+        loop = make_loop(
+            workload, target_batch=8, micro_batch=4, steps=3, meter=Watching(fault, inner), device=device,
+            precision=precision,
+        )  # fmt: skip
+        run = loop.run()
+        records = [next(run) for _ in range(FAULTY_STEP)]
+        if fault is not None:
+            fault.watch(loop.train_state.optimizers)
+            fault.armed, fault.phase = True, "data"
+        loop.micro_batch = shrink_to or loop.micro_batch
+        records.append(next(run))
+        if fault is not None:
+            fault.armed = False
+        return loop, [*records, *run]
+
+
+def operators(workload, *, of_step: bool = False) -> list[tuple[int, str]]:
+    """Return the numbers and phases of the operators of a step before its optimizer, or of that alone."""
+    fault = Fault()
+    train(workload, fault)
+    sites = enumerate(fault.phases)
+    return [(number, phase) for number, phase in sites if (phase in ("optimizer", "step")) == of_step]
+
+
+contrastive, terms = (lambda kind=kind: run_of(kind)[0] for kind in ("whole batch", "several terms"))
 EVERY = pytest.mark.slow
 """Every operator of the longer steps; the default run takes some of them."""
 
@@ -42,9 +66,9 @@ EVERY = pytest.mark.slow
     ("make", "each"),
     [
         (plain, 11),
-        (stateful_contrastive, 31),
-        (stateful_terms, 43),
-        *(pytest.param(make, 1, marks=EVERY) for make in (plain, stateful_contrastive, stateful_terms)),
+        (contrastive, 31),
+        (terms, 43),
+        *(pytest.param(make, 1, marks=EVERY) for make in (plain, contrastive, terms)),
     ],
 )
 def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make, each: int) -> None:
@@ -92,12 +116,12 @@ def test_there_is_no_recovery_inside_the_optimizer_step() -> None:
 
 
 def test_a_recovery_in_fp16_keeps_the_loss_scale() -> None:
-    smaller, _ = train(stateful_terms(torch.float32), None, shrink_to=2, precision="fp16")
+    smaller, _ = train(terms(), None, shrink_to=2, precision="fp16")
     fault = Fault()
-    train(stateful_terms(torch.float32), fault, precision="fp16")
+    train(terms(), fault, precision="fp16")
     struck = [i for i, phase in enumerate(fault.phases) if phase in ("forward", "backward")]
     for index in struck[::43]:
-        loop, _ = train(stateful_terms(torch.float32), Fault(index), precision="fp16")
+        loop, _ = train(terms(), Fault(index), precision="fp16")
         assert fingerprint(loop.train_state.model) == fingerprint(smaller.train_state.model)
         assert loop.train_state.scaler.state_dict() == smaller.train_state.scaler.state_dict()
 
@@ -168,27 +192,3 @@ def test_forty_recoveries_leak_no_tensor() -> None:
             assert all(p.grad is None for p in loop.train_state.model.parameters())
     assert alive() == before
     assert loop.oom_recoveries == 42
-
-
-def test_a_run_too_large_for_a_simulated_gpu_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """Several refusals of the simulated allocator in one run, against a run with enough memory."""
-    gpu = load_profile("rtx-4090")
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 3)).double()
-
-    workload = plain(model=build, train_data=points(600))
-    options = {"target_batch": 4096, "micro_batch": 4096, "steps": 3}
-    whole = make_loop(workload, **options)
-    losses = [record.loss for record in whole.run()]
-    device = SimulatedDevice(gpu, memory_budget="44MiB")
-    with device.training() as meter:
-        loop = make_loop(workload, **options, device=device, meter=meter)
-        meter.count(tensor.data for tensor in loop.train_state.model.parameters())
-        records = list(loop.run())
-    assert loop.oom_recoveries >= 1
-    assert records[-1].recovered is None
-    assert records[0].peak_reserved_bytes <= device.budget_bytes
-    assert records[-1].micro_batch < 4096
-    assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
-    assert apart(weights(loop.train_state.model), weights(whole.train_state.model)) <= 1e-12

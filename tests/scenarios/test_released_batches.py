@@ -82,23 +82,16 @@ def autoencoder() -> nn.Module:
 
 def peak_of_a_loop_by_hand(workload: Workload, micro_batch: int) -> int:
     """Train three steps of two micro-batches as a user does, and return the peak of allocated bytes."""
-    model = workload.model()
-    optimizer = workload.optimizer(model.parameters(), 1e-3)
-    data = [workload.train_data[index] for index in range(micro_batch)]
-    device = CpuDevice(memory_budget="1GiB")
-    with device.enforced() as meter:
+    with CpuDevice(memory_budget="1GiB").enforced() as meter:
+        model = workload.model()
+        optimizer = workload.optimizer(model.parameters(), 1e-3)
         meter.count(model.parameters())
-
-        def moved() -> list[Tensor]:
-            with meter.uncounted():
-                fields: list[Tensor] = default_collate(data)
-            meter.count(fields)
-            return fields
-
         for _ in range(3):
             for _ in range(2):
-                inputs, targets = moved()
-                (model(inputs) - targets).square().mean().backward()
+                with meter.uncounted():
+                    batch = default_collate([workload.train_data[index] for index in range(micro_batch)])
+                meter.count(batch)
+                workload.loss(model, batch).backward()  # while the next one is read, this one is held
             optimizer.step()
             optimizer.zero_grad()
         return meter.stats().peak_allocated_bytes or 0

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
 import autobatch
-from tests.support.probes import mlp, work
+from tests.support.probes import work
 
 HEAD = 64
 """Width of a head that runs in flash attention on some GPUs only; on others, the plain formula runs."""
@@ -43,15 +43,3 @@ def test_the_answer_for_a_gpu_does_not_depend_on_the_others() -> None:
     alone = limits(gpus[0]) | limits(gpus[1])
     assert alone[gpus[0]] != alone[gpus[1]], "the attention of these GPUs takes the same memory"
     assert limits(*gpus) == alone
-
-
-@pytest.mark.program
-def test_each_gpu_has_its_own_layout_in_the_table_of_ranks() -> None:
-    """A whole model fits on the larger GPU only, so that the ranks on the smaller one share it."""
-    found = autobatch.estimate(
-        work(lambda: mlp(30_000)), profile=["t4", "a100-80gb"], ranks="1,2", memory_budget="0.165%"
-    )
-    expected = {one.profile: (one.parallel, one.micro_batch) for one in found.estimates}
-    assert {layout for layout, _ in expected.values()} == {"replicate", "shard"}
-    table = {one.profile: (one.parallel, one.micro_batch) for one in found.over_ranks if one.world_size == 2}
-    assert table == expected

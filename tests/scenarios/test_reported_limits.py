@@ -16,8 +16,9 @@ from torch.utils.data import Dataset
 import autobatch
 from autobatch import DoesNotFitError, Loss
 from tests.support.commandline import SMALL
-from tests.support.probes import Listener, Sequences, classify, pad, work
+from tests.support.probes import Listener, pad, sequences, work
 from tests.support.rank_server import RankServer
+from tests.support.training import mean_loss
 
 WIDTH = 8
 
@@ -76,7 +77,7 @@ def test_a_size_that_did_not_run_is_no_answer() -> None:
 
     lengths = [16 if index % 4 == 0 else 1 + index % 5 for index in range(96)]
     workload = work(
-        lambda: nn.Linear(WIDTH, 4, bias=False), train_data=Sequences(lengths), collate=pad, loss=loss
+        lambda: nn.Linear(WIDTH, 4, bias=False), train_data=sequences(lengths), collate=pad, loss=loss
     )
     options = {"target_batch": 24, "device": "sim:t4", "memory_budget": "64MiB"}
     plan = autobatch.plan(workload, split="count", split_check="off", **options)
@@ -134,7 +135,7 @@ def thread_failing_above(samples: int) -> autobatch.Workload:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if len(batch[1]) > samples:
             raise RuntimeError("can't start new thread")
-        return classify(model, batch)
+        return mean_loss(model, batch)
 
     return work(loss=loss)
 

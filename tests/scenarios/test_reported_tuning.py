@@ -70,7 +70,9 @@ def native_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.program
 @pytest.mark.usefixtures("native_bf16")
-def test_a_tuned_run_has_the_weights_of_one_in_fp32(tmp_path: Path) -> None:
+def test_a_tuned_run_is_in_fp32_and_offers_what_is_faster_by_the_lower_bound_of_its_interval(
+    tmp_path: Path,
+) -> None:
     found = autobatch.fit(workload(), steps=STEPS, out=tmp_path / "run", **OPTIONS)
     expected = layer().double()
     optimizer = torch.optim.SGD(expected.parameters(), lr=RATE)
@@ -81,13 +83,6 @@ def test_a_tuned_run_has_the_weights_of_one_in_fp32(tmp_path: Path) -> None:
     weight = found.model.layer.weight.detach()
     assert weight.dtype is torch.float32
     assert float((weight - expected.weight.detach()).abs().max()) < 1e-6
-    assert found.plan.precision == "fp32"
-
-
-@pytest.mark.program
-@pytest.mark.usefixtures("native_bf16")
-def test_a_faster_precision_is_offered_by_the_lower_bound_of_its_interval() -> None:
-    found = autobatch.tune(workload(), **OPTIONS)
     (offer,) = found.tuning.offers
     (said,) = map(float, re.findall(r"([0-9.]+) ×", offer))
     assert "add --precision bf16" in offer

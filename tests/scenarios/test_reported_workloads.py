@@ -165,33 +165,10 @@ def with_hook(*, of_parameter: bool) -> nn.Module:
     return model
 
 
-class Quantized(nn.Module):
-    """Model whose codebook follows its inputs in each forward pass, as a moving average."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode = nn.Linear(5, 8), nn.Linear(8, 3)
-        self.register_buffer("codes", torch.randn(4, 8))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.encode(inputs)
-        nearest = torch.cdist(hidden, self.codes).argmin(1)
-        codes = self.codes.clone()
-        if self.training:
-            for code in nearest.unique():
-                self.codes[code] = 0.9 * codes[code] + 0.1 * hidden[nearest == code].detach().mean(0)
-        return self.decode(hidden + (codes[nearest] - hidden).detach())
-
-
 SAID: list[tuple[dict[str, Any], str, str | None]] = [
     ({"model": lambda: with_hook(of_parameter=True)}, "hook", None),
     ({"model": lambda: with_hook(of_parameter=False)}, "hook", None),
     ({"loss": contrastive_loss}, "several samples", "hook"),
-    (
-        {"model": lambda: Quantized().double()},
-        "writes codes, through which micro-batches see each other",
-        None,
-    ),
     (
         {"metrics": scores, "validation_data": Rows(points(24, seed=5).columns[0], torch.arange(24) % 2)},
         r"'f1'.* \d[\d.]* .* \d[\d.]* .*Loss\(total, count\)(.|\n)*'perplexity'",
@@ -300,8 +277,9 @@ def with_few_objects(samples: int, objects: list[int], *, is_mean: bool = False)
 
     def loss(model: nn.Module, batch: Any) -> Tensor | Loss:
         inputs, labels, mine = batch
-        zero = torch.tensor(0.0, dtype=torch.float64)
-        total = cross_entropy(model(inputs)[mine], labels[mine], reduction="sum") if mine.any() else zero
+        total = torch.tensor(0.0, dtype=torch.float64)
+        if mine.any():
+            total = cross_entropy(model(inputs)[mine], labels[mine], reduction="sum")
         return total / len(mine) if is_mean else Loss(total, mine.sum())
 
     data = Rows(*points(samples).columns, has_object)

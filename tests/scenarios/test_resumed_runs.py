@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,24 +75,20 @@ def test_a_run_out_of_memory_in_the_optimizer_is_resumed_smaller(tmp_path: Path)
 def test_a_run_that_is_always_out_of_memory_in_the_optimizer_ends_at_a_micro_batch_of_1(
     tmp_path: Path,
 ) -> None:
-    def start(*, fails: bool) -> None:
+    codes = []
+    for number in range(3):
         loop = open_loop(plain(), target_batch=8, micro_batch=4, ema=0.9)
-        folder = tmp_path / "checkpoints"
-        resumed = load_newest(folder) if folder.exists() else None
+        resumed = load_newest(tmp_path / "checkpoints") if number else None
         if resumed is not None:
             restore_loop(loop, resumed.state, same_hardware=True)
 
-        def raise_oom(*_: object) -> None:
+        def raise_oom(*_: object, loop: Any = loop, fails: int = number) -> None:
             if fails or loop.batches_seen == 2:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
 
         loop.train_state.optimizers[0].register_step_pre_hook(raise_oom)
-        train(loop, settings(tmp_path, checkpoint_every=2, resumed=resumed), Progress())
-
-    codes = []
-    for number in range(3):
         with pytest.raises((DoesNotFitError, RestartSmallerError), match="inside the optimizer") as caught:
-            start(fails=number > 0)
+            train(loop, settings(tmp_path, checkpoint_every=2, resumed=resumed), Progress())
         codes.append(caught.value.exit_code)
     assert codes == [77, 77, 3]
     assert "a fused optimizer" in str(caught.value)

@@ -1,86 +1,98 @@
-"""Every process of a run sees the same training data, or the run is refused."""
+"""The data of all processes of a run are the same: refused if not, and alike whatever draws them."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import autobatch
-from tests.support.commandline import autobatch as command
+from autobatch import InputError
+from tests.support.probes import Listener
+from tests.support.rank_server import RankServer
 from tests.support.runs import rows
-from tests.support.training import make_workload
+from tests.support.training import Rows, make_workload, points
 
-HEAD = """
-import os, random, torch
+RUN: dict[str, Any] = {"target_batch": 8, "device": "cpu", "memory_budget": "64MiB", "trials": 0}
+
+
+def in_an_order() -> autobatch.Workload:
+    """Return a workload whose samples have the order of a set of words, which changes with a variable."""
+    order = random.Random(os.environ["PYTHONHASHSEED"]).sample(range(24), 24)
+    return make_workload(train_data=Rows(*(column[order] for column in points().columns)))
+
+
+def test_the_order_of_a_set_is_refused_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    autobatch.fit(in_an_order, **RUN, steps=2, out=tmp_path / "run")
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    with pytest.raises(InputError, match=r"this run are not those of the checkpoint .*PYTHONHASHSEED=0"):
+        autobatch.fit(in_an_order, **RUN, steps=2, out=tmp_path / "run", resume=True)
+
+
+def fit_in_an_order(out: Path) -> str:
+    try:
+        autobatch.fit(in_an_order, **RUN, steps=2, out=out)
+    except InputError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.distributed
+def test_the_order_of_a_set_is_refused_over_ranks(tmp_path: Path, server: RankServer) -> None:
+    orders = {rank: {"PYTHONHASHSEED": str(rank)} for rank in range(2)}
+    for said in server.values(fit_in_an_order, tmp_path / "run", of_rank=orders):
+        assert "training data of rank 1 are not those of rank 0" in said
+    same = {rank: {"PYTHONHASHSEED": "0"} for rank in range(2)}
+    assert server.values(fit_in_an_order, tmp_path / "same", of_rank=same) == ["trained"] * 2
+
+
+DRAWN = """
+import random, torch
 import numpy as np
 from torch.utils.data import TensorDataset, random_split
 from autobatch import Workload
 
-def of(data):
-    return Workload(
-        name="same",
-        model=lambda: torch.nn.Linear(1, 1),
-        train_data=data,
-        loss=lambda model, batch: model(batch[0]).sub(batch[0]).pow(2).mean(),
-        optimizer=lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate),
-        learning_rate=0.1,
-    )
-"""
-OF_A_SET = """
-WORDS = {str(number) for number in range(64)}
-
-def workload():
-    return of(TensorDataset(torch.tensor([[float(word) / 64] for word in WORDS])))
-"""
-DRAWN = """
 NUMBERS = [number / 64 for number in range(64)]
 random.shuffle(NUMBERS)
 ORDER = np.random.permutation(64)
 
 def workload():
     data = TensorDataset(torch.tensor([[NUMBERS[place]] for place in ORDER]))
-    return of(random_split(data, [40, 24])[0])
+    return Workload(
+        model=lambda: torch.nn.Linear(1, 1),
+        train_data=random_split(data, [40, 24])[0],
+        loss=lambda model, batch: model(batch[0]).sub(batch[0]).pow(2).mean(),
+        optimizer=lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate),
+        learning_rate=0.1,
+    )
 """
-FIT = ("fit", "file.py", "--device", "cpu", "--target-batch", 8, "--trials", 0)
 
 
-def write(folder: Path, code: str) -> None:
-    (folder / "file.py").write_text(HEAD + code)
+def fit_drawn(folder: Path, steps: int, resume: bool = False) -> list[str]:
+    """Train a file in a process with draws of its own; return the notes."""
+    os.chdir(folder)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(os.getpid())
+    heard = Listener()
+    autobatch.fit("file.py", **RUN, out="run", progress=heard, steps=steps, resume=resume)
+    return heard.notes
 
 
-@pytest.mark.program
-def test_the_order_of_a_set_is_refused_on_resume(tmp_path: Path) -> None:
-    write(tmp_path, OF_A_SET)
-    whole = (*FIT, "--out", "run", "--steps", 2)
-    assert command(tmp_path, *whole, PYTHONHASHSEED="1").code == 0
-    ended = command(tmp_path, *whole, "--resume", PYTHONHASHSEED="2")
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
-    assert "this run are not those of the checkpoint run" in ended.err
-    assert "PYTHONHASHSEED=0" in ended.err
-
-
-@pytest.mark.program
 @pytest.mark.distributed
-def test_the_order_of_a_set_is_refused_over_ranks(tmp_path: Path) -> None:
-    write(tmp_path, OF_A_SET)
-    ended = command(tmp_path, *FIT, "--steps", 2, "--ranks", 2, PYTHONHASHSEED="random")
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
-    assert "training data of rank 1 are not those of rank 0" in ended.err
-
-
-@pytest.mark.program
-@pytest.mark.distributed
-def test_draws_at_import_and_in_the_function_are_alike_in_every_process(tmp_path: Path) -> None:
-    write(tmp_path, DRAWN)
-    ranks = command(tmp_path, *FIT, "--out", "run", "--steps", 2, "--ranks", 2)
-    assert ranks.code == 0, ranks.err
-    alone = command(tmp_path, *FIT, "--out", "run", "--steps", 4, "--resume")
-    assert alone.code == 0, alone.err
-    assert "with another number of ranks" in alone.out
+def test_draws_at_import_and_in_the_function_are_alike_in_every_process(
+    tmp_path: Path, server: RankServer
+) -> None:
+    (tmp_path / "file.py").write_text(DRAWN)
+    server.values(fit_drawn, tmp_path, 2)
+    (notes,) = server.values(fit_drawn, tmp_path, 4, True, world=1)
+    assert any("with another number of ranks" in note for note in notes)
 
 
 def test_a_function_that_returns_the_workload_is_called_with_seeded_generators(tmp_path: Path) -> None:

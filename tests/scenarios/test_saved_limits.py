@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from autobatch.search.saved import SavedLimit
-from tests.support.probes import amsgrad, probed, work
+from tests.support.probes import probed, work
+from tests.support.training import amsgrad
 
 
 def saved_files(home: Path) -> list[Path]:

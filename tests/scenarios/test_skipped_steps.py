@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from autobatch import NonFiniteError
-from tests.support.overflow import Overflow, flagged
-from tests.support.overflow import loss as overflowing_loss
+from tests.support.kinds import Overflow, flagged, overflowing_loss
 from tests.support.training import (
     Rows,
     apart,
@@ -140,26 +139,6 @@ def test_the_fourth_skipped_step_in_a_row_ends_the_run() -> None:
     with pytest.raises(NonFiniteError, match=r"step 4 is not finite \(after 3 skipped steps in a row"):
         next(run)
     assert (loop.batches_seen, loop.steps_applied) == (3, 0)
-
-
-def test_a_step_whose_buffers_cannot_be_restored_is_not_skipped() -> None:
-    class Table(nn.Module):
-        """Model that writes into a large buffer."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(5, 3).double()
-            self.register_buffer("table", torch.zeros(2**19))
-
-        def forward(self, inputs):
-            self.table += 1
-            return self.body(inputs)
-
-    loop = open_loop(data(1, 0), model=Table)
-    with pytest.raises(
-        NonFiniteError, match="cannot be skipped, because the forward pass changed a large buffer"
-    ):
-        next(loop.run())
 
 
 def test_gradients_that_overflow_at_every_scale_end_the_run() -> None:

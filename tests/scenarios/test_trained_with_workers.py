@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import default_collate
 
 from autobatch.device.allocator.ledger import MemoryStats
-from tests.support.faults import Fault, Quick, Watching
-from tests.support.feeds import augmented, fed_loop
-from tests.support.kinds import RUNS, Augmented
-from tests.support.training import fingerprint, make_workload, network, points
+from tests.support.faults import Watching
+from tests.support.feeds import fed_loop
+from tests.support.kinds import run_of, stateful
+from tests.support.training import fingerprint, network
 
 
 @pytest.mark.parametrize("kind", ["augmented, averaged", "whole batch"])
@@ -24,7 +24,7 @@ def test_a_run_trains_the_same_with_and_without_workers(kind: str) -> None:
         inputs, *others = default_collate(samples)
         return inputs + torch.randn(()) + random.random(), *others
 
-    workload, options = RUNS[kind]()
+    workload, options = run_of(kind)
     if kind.startswith("augmented"):
         workload = dataclasses.replace(workload, collate=noisy)
     prints = set()
@@ -34,27 +34,6 @@ def test_a_run_trains_the_same_with_and_without_workers(kind: str) -> None:
             assert [record.micro_batch for record in records] == [3] * 6
             prints.add(fingerprint(loop.train_state.model))
     assert len(prints) == 1
-
-
-def test_a_batch_run_again_in_smaller_micro_batches_has_the_same_samples() -> None:
-    """Without batch statistics and dropout, the split changes nothing but rounding."""
-    workload = make_workload(
-        train_data=Augmented(*(c.double() if c.is_floating_point() else c for c in points().columns))
-    )
-    with fed_loop(workload, workers=0, sample_seeds=True, micro_batch=7) as straight:
-        losses = [record.loss for record in straight.run()]
-    fault = Fault()
-    options = {"meter": Watching(fault), "device": Quick(memory_budget="1GiB")}
-    with fed_loop(workload, workers=0, sample_seeds=True, micro_batch=7, **options) as loop, fault:
-        run = loop.run()
-        records = [next(run), next(run)]
-        fault.armed, fault.count, fault.at = True, 0, {30}
-        records.append(next(run))
-        fault.armed = False
-        records += run
-    assert [record.micro_batch for record in records] == [7, 7, 4, 4, 4, 4]
-    assert loop.oom_recoveries == 1
-    assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
 
 
 class TwoSamplesFit(Watching):
@@ -70,7 +49,7 @@ class TwoSamplesFit(Watching):
 
 
 def test_the_stream_of_workers_starts_again_whenever_memory_runs_out() -> None:
-    workload = augmented(model=lambda: network(torch.float32))
+    workload = stateful(model=lambda: network(torch.float32))
     with fed_loop(workload, workers=2, micro_batch=7, meter=TwoSamplesFit(None)) as loop:
         records = list(loop.run())
         smaller = fingerprint(loop.train_state.model)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autobatch
 from autobatch import Interrupted, Progress, StepRecord
 from autobatch.training.run import train
-from tests.support.faults import stateful
+from tests.support.kinds import stateful
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.runs import STEPS, fit, open_loop, resume, rows, saved_steps, settings

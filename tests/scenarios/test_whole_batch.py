@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, normalize
 
 import autobatch
-from autobatch import DoesNotFitError, WholeBatchLoss, Workload
+from autobatch import DoesNotFitError, Workload
 from autobatch.core.options import Options
 from autobatch.core.units import KiB
 from autobatch.estimates.estimator import estimate_limits
@@ -20,8 +17,9 @@ from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
 from tests.support.options import as_options
-from tests.support.probes import WIDTH, probed, vectors, work
+from tests.support.probes import WIDTH, probed, work
 from tests.support.step_workloads import WORKLOADS, setup, traced_step
+from tests.support.training import INFO_NCE
 
 WIDE = 512
 
@@ -30,26 +28,14 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, 8))
 
 
-def represent(model: nn.Module, batch: Any) -> torch.Tensor:
-    return normalize(model(batch[0]))
-
-
-def info_nce(_: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    rows = rows.flatten(1)
-    return cross_entropy(rows @ rows.roll(1, 1).T * 5, torch.arange(len(rows)))
-
-
-LOSS = WholeBatchLoss(represent=represent, loss=info_nce)
-
-
 def contrastive(**fields: Any) -> Workload:
-    return work(wide, **{"loss": LOSS, **fields})
+    return work(wide, **{"loss": INFO_NCE, **fields})
 
 
 @pytest.mark.parametrize(("whole_batch", "precision"), [(None, "fp32"), (30, "bf16")])
 def test_what_is_traced_is_what_an_attempt_allocates(whole_batch: int | None, precision: Any) -> None:
     found = WORKLOADS["perceptron"]()
-    made = replace(setup(replace(found, loss=LOSS), precision=precision), whole_batch=whole_batch)
+    made = replace(setup(replace(found, loss=INFO_NCE), precision=precision), whole_batch=whole_batch)
     traced = replace(traced_step(made, steps=ATTEMPT_STEPS), samples=whole_batch)
     assert record(traced, 11).trace == attempt(made, 11).trace.canonical()
 
@@ -101,24 +87,3 @@ def test_an_estimate_counts_the_whole_batch() -> None:
     # The logits, their logarithms and a gradient, in float32; and scratch of torch's kernels on a GPU.
     assert 2.95 <= (peaks[1] - peaks[0]) / (4 * (2000**2 - 1600**2)) <= 3.5
     assert large.estimates[0].phase == "loss"
-
-
-def test_fit_trains_it_and_validates_on_whole_batches(tmp_path: Path) -> None:
-    """The very weights of a run whose batch fits at once, to rounding."""
-    workload = contrastive(validation_data=vectors(100))
-    options = {
-        "target_batch": 128,
-        "steps": 2,
-        "device": "cpu",
-        "memory_budget": "64MiB",
-        "precision": "fp32",
-        "trials": 0,
-    }
-    split = autobatch.fit(workload, **options, max_micro_batch=50, out=str(tmp_path / "split"))
-    whole = autobatch.fit(workload, **options, out=str(tmp_path / "whole"))
-    assert split.plan.micro_batches == [43, 43, 42]
-    assert whole.plan.micro_batches == [128]
-    for one, other in zip(split.model.parameters(), whole.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-    assert split.training.validation["loss"] == pytest.approx(whole.training.validation["loss"], rel=1e-4)
-    assert split.training.final_loss == pytest.approx(whole.training.final_loss, rel=1e-4)

@@ -14,14 +14,8 @@ from autobatch.core.options import Options
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import open_setup
 from tests.support.options import as_options
-from tests.support.probes import (
-    WIDTH,
-    Listener,
-    classify,
-    probed,
-    vectors,
-    work,
-)
+from tests.support.probes import WIDTH, Listener, probed, vectors, work
+from tests.support.training import mean_loss
 
 # Caps, and sizes that do not fit.
 
@@ -80,7 +74,7 @@ def refused_above(most: int, budget_of_gpu: str):
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if len(batch[1]) > most:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {budget_of_gpu}. GPU 0 …")
-        return classify(model, batch)
+        return mean_loss(model, batch)
 
     return loss
 
@@ -106,7 +100,7 @@ def test_a_transient_refusal_changes_nothing() -> None:
         if len(batch[1]) > 8 and not raised and type(batch[1]) is torch.Tensor:
             raised.append(len(batch[1]))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 …")
-        return classify(model, batch)
+        return mean_loss(model, batch)
 
     budget = "80KiB"
     known = autobatch.probe(work(), device="cpu", memory_budget=budget).micro_batch

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autobatch.step.apply_knobs import find_blocks
-from tests.support.step_workloads import Residual, convolutional, images
-from tests.support.steps import step_of, train_state_of
-from tests.support.training import make_workload, mean_loss
+from tests.support.step_workloads import IMAGES, Residual, convolutional
+from tests.support.steps import step_of
+from tests.support.training import make_workload, mean_loss, train_state_of
 
 
 def steady() -> nn.Module:
@@ -24,7 +24,7 @@ def train(knobs: dict[str, Any], **fields: Any) -> tuple[nn.Module, Any, list[fl
     workload = make_workload(
         **{
             "model": convolutional,
-            "train_data": images(),
+            "train_data": IMAGES,
             "optimizer": lambda params, lr: torch.optim.AdamW(params, lr=0.01),
             **fields,
         }
@@ -39,7 +39,7 @@ def test_blocks_are_repeated_children_of_a_list() -> None:
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     assert find_blocks(nn.Sequential(nn.Embedding(5, 8), encoder)) == list(encoder.layers)
     network = convolutional()
-    assert find_blocks(network) == [network[1], network[2]]
+    assert find_blocks(network) == [network[4], network[5]]
     stages = nn.Sequential(nn.Sequential(Residual(), Residual()), nn.Sequential(Residual()))
     assert len(find_blocks(stages)) == 3
     # Recomputing single layers saves nothing.
@@ -77,7 +77,7 @@ def test_channels_last_keeps_the_values() -> None:
     fields = {"model": steady, "optimizer": lambda params, lr: torch.optim.SGD(params, lr=0.01)}
     plain, _, before = train({}, **fields)
     turned, _, after = train({"channels_last": True}, **fields)
-    assert turned[1].body[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert turned[4].body[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert after == pytest.approx(before, rel=1e-5)
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(tensor, turned.state_dict()[name], rtol=1e-3, atol=1e-4)

@@ -10,8 +10,8 @@ from torch import nn
 
 from autobatch import WholeBatchLoss
 from autobatch.step.gradients import Gradients, norm_of
-from tests.support.steps import EXACT, KINDS, SAMPLES, off, step_of, train_state_of, whole_tokens
-from tests.support.training import Rows, make_workload, reference
+from tests.support.steps import EXACT, KINDS, SAMPLES, off, step_of
+from tests.support.training import Rows, make_workload, reference, train_state_of, whole_tokens
 
 
 @pytest.mark.parametrize("loss", ["mean", "whole"])

@@ -11,8 +11,7 @@ from torch import nn
 from autobatch import InputError
 from autobatch.step.optimizers import averaged_weights, build_optimizers
 from tests.support.custom_loops import Sam
-from tests.support.steps import train_state_of
-from tests.support.training import make_workload
+from tests.support.training import make_workload, train_state_of
 
 
 class Averaging(torch.optim.SGD):

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from autobatch import InputError, Loss
 from tests.support.detection import (
+    CLASS_WEIGHTS,
     counts,
     detection,
     scenes,
@@ -21,8 +22,8 @@ from tests.support.detection import (
     whole_with_mean,
     with_mean,
 )
-from tests.support.steps import CLASS_WEIGHTS, EXACT, SAMPLES, off, step_of, train_state_of
-from tests.support.training import Rows, reference, weights
+from tests.support.steps import EXACT, SAMPLES, off, step_of
+from tests.support.training import Rows, reference, train_state_of, weights
 
 
 def of_one(name: str) -> dict[str, Any]:

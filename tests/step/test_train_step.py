@@ -14,11 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autobatch import InputError, Loss
 from autobatch.rehearsal.attempt import attempt
 from autobatch.step.train_step import train_step
-from tests.support.detection import detection
-from tests.support.detection import whole as whole_detection
-from tests.support.overflow import Overflow
+from tests.support.kinds import Overflow
 from tests.support.step_workloads import setup
-from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, step_of, train_state_of
+from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, step_of
 from tests.support.training import (
     IGNORED,
     language_model,
@@ -29,13 +27,12 @@ from tests.support.training import (
     reference,
     token_loss,
     tokens,
+    train_state_of,
     weights,
 )
 
-ALL_KINDS = {**KINDS, "terms": (None, whole_detection)}
 
-
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("sizes", "clip", "scale"),
     [([24], None, None), ([12, 12], 1e-3, None), ([1] * 24, None, None), ([20, 3, 1], 1e-3, 2.0**10)],
@@ -43,8 +40,8 @@ ALL_KINDS = {**KINDS, "terms": (None, whole_detection)}
 def test_any_split_takes_the_step_of_the_whole_batch(
     kind: str, sizes: list[int], clip: float | None, scale: float | None
 ) -> None:
-    fields, whole = ALL_KINDS[kind]
-    workload = detection() if fields is None else make_workload(**fields)
+    fields, whole = KINDS[kind]
+    workload = make_workload(**fields)
     expected, losses = reference(workload, [range(SAMPLES)], whole, clip=clip)
     train_state = train_state_of(workload, max_grad_norm=clip)
     train_state.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)

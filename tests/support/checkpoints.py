@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from autobatch import CheckpointError
-from autobatch.training import checkpoint
 from autobatch.training.checkpoint import (
     MANIFEST,
     check_files,
@@ -61,47 +55,3 @@ def newest(folder: Path) -> int | None:
 def leftovers(folder: Path) -> list[str]:
     """Return the half-written folders."""
     return [path.name for path in folder.iterdir() if "tmp" in path.name]
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-class SystemCalls:
-    """Counts the calls of the system that change a folder, looks around before each, and kills at one."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left = 10_000
-        """Calls before the kill."""
-        self.count = 0
-        self.look: Callable[[], None] = lambda: None
-        for owner, name in [
-            *((os, name) for name in ("mkdir", "rename", "unlink", "rmdir", "fsync", "open")),
-            *((Path, name) for name in ("mkdir", "rename", "unlink")),
-            (shutil, "rmtree"),
-        ]:
-            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
-        # A killed process runs no error handler: they all begin with this.
-        suppress = contextlib.suppress
-        monkeypatch.setattr(
-            checkpoint.contextlib, "suppress", lambda *kinds: _Kill() if self.left < 0 else suppress(*kinds)
-        )
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            self.left -= 1
-            self.look()
-            if self.left < 0:
-                raise Killed
-            return call(*args, **kwargs)
-
-        return counted
-
-
-class _Kill:
-    def __enter__(self) -> None:
-        raise Killed
-
-    def __exit__(self, *_: object) -> None:
-        pass

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
-from torch.utils.data import IterableDataset
 
 import autobatch
 from autobatch import Loss, Plan, Workload
 from autobatch.planning import make_plan
-from tests.support.detection import detection, scenes, whole
-from tests.support.training import TOKENS, Rows, make_workload, mean_loss, weights, whole_tokens
-
-EXACT = 1e-12
-"""Relative; everything is computed in float64."""
-SAMPLES = 24
-KINDS = {
-    "mean": (make_workload(), mean_loss),
-    "tokens": (make_workload(**TOKENS), whole_tokens),
-    "terms": (detection(train_data=scenes(SAMPLES)), whole),
-}
-"""Workloads, each with its loss over a whole batch."""
+from tests.support.steps import SAMPLES
+from tests.support.training import make_workload, weights
 
 
 def small_plan(target: int = SAMPLES, limit: int = 5, **changes: Any) -> Plan:
@@ -60,74 +47,6 @@ def ids_by_batch(data: Any, plan: Plan, *, sampler: Any = None, **options: Any) 
             batch.backward(Loss(torch.zeros(()), 0))
         assert not batch.step().applied
     return ids
-
-
-class Stream(IterableDataset[Tensor]):
-    """The numbers from 0, without a length."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.arange(self.samples))
-
-
-class Gan:
-    """A generator and a discriminator with their optimizers, alike each time, and their losses."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)).double()
-        self.discriminator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-        self.parts = [self.discriminator, self.generator]
-        self.optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in self.parts]
-
-    def judging(self, real: Tensor, noise: Tensor, _: Tensor) -> Tensor:
-        """Return a mean over samples, which also reaches the generator, whose gradient must not count."""
-        judged, fooled = self.discriminator(real), self.discriminator(self.generator(noise))
-        return (softplus(-judged) + softplus(fooled)).mean()
-
-    def fooling(self, _: Tensor, noise: Tensor, weight: Tensor) -> Loss:
-        """Return a mean over weights."""
-        fooled = softplus(-self.discriminator(self.generator(noise)))[:, 0]
-        return Loss((fooled * weight).sum(), weight.sum())
-
-    def weights(self) -> Tensor:
-        return torch.cat([weights(part) for part in self.parts])
-
-
-def gan_data(samples: int = SAMPLES) -> Rows:
-    """Make real points, each with its noise and a weight that is 0 for some."""
-    generator = torch.Generator().manual_seed(1)
-    real, noise = (torch.randn(samples, n, dtype=torch.float64, generator=generator) for n in (5, 3))
-    return Rows(real, noise, torch.arange(samples).double() % 3)
-
-
-def train_gan(plan: Plan, data: Any, sampler: Any = None, *, clip: float | None = None) -> Tensor:
-    """Train in the order of DCGAN."""
-    gan, workload = Gan(), make_workload(train_data=data, sampler=sampler)
-    of_both = [autobatch.batches(workload, plan, optimizer=each, epochs=2) for each in gan.optimizers]
-    for pair in zip(*of_both, strict=True):
-        for batch, loss in zip(pair, (gan.judging, gan.fooling), strict=True):
-            for micro in batch:
-                batch.backward(loss(*micro.data))
-            batch.step(max_grad_norm=clip)
-    return gan.weights()
-
-
-def train_gan_on_whole_batches(batches: list[list[int]], *, clip: float | None = None) -> Tensor:
-    """Train in the same order without autobatch, one pass over each whole batch."""
-    gan, columns = Gan(), gan_data().columns
-    for ids in batches:
-        for part, optimizer, loss in zip(gan.parts, gan.optimizers, (gan.judging, gan.fooling), strict=True):
-            for each in gan.parts:
-                each.zero_grad()
-            value = loss(*(column[ids] for column in columns))
-            (value.total / value.count if isinstance(value, Loss) else value).backward()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(part.parameters(), clip)
-            optimizer.step()
-    return gan.weights()
 
 
 class Sam(torch.optim.Optimizer):

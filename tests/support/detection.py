@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from autobatch import Loss, Workload
-from tests.support.steps import CLASS_WEIGHTS
 from tests.support.training import Rows, make_workload
 
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.7], dtype=torch.float64)
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -101,6 +101,8 @@ def count_shown(batch: Any) -> dict[str, Tensor]:
     return {"shown": shown_rows(batch).sum()}
 
 
+DETECTION: dict[str, Any] = {"model": lambda: Detector().double(), "loss": terms, "counts": counts}
+
+
 def detection(**fields: Any) -> Workload:
-    known = {"model": lambda: Detector().double(), "train_data": scenes(), "loss": terms, "counts": counts}
-    return make_workload(**{**known, **fields})
+    return make_workload(**{**DETECTION, "train_data": scenes(), **fields})

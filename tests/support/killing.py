@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors.torch  # noqa: F401, a writer imports it: most kills would hit that
@@ -28,7 +29,7 @@ from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop
 from autobatch.training.run import RunInputs, train
 from autobatch.workload.feed import open_feed
-from tests.support.kinds import RUNS
+from tests.support.kinds import run_of
 from tests.support.options import as_options
 from tests.support.training import fingerprint, make_loop
 
@@ -49,7 +50,7 @@ class Acknowledging(Progress):
 
 def child(folder: Path, workers: int | None) -> None:
     """Resume from the newest checkpoint or start; write the fingerprint of weights and averages."""
-    workload, options = RUNS["augmented, averaged"]()
+    workload, options = run_of("augmented, averaged")
     loop = make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **options)
     resumed = load_newest(folder / "checkpoints")
     if resumed is not None:
@@ -100,8 +101,8 @@ def check_orphans() -> None:
     raise AssertionError("a loader worker outlives its killed parent")
 
 
-def main(root: Path, kills: int, seed: int, *, fed: bool) -> None:
-    """Kill so many children, and compare each run that ends with one that nothing disturbed."""
+def kill(root: Path, kills: int, seed: int, *, fed: bool) -> Iterator[dict[str, int]]:
+    """Kill so many children, and compare each run that ends with one that nothing disturbed; yield counts."""
     torch.set_num_threads(1)
     if sys.platform == "linux":
         assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
@@ -129,10 +130,13 @@ def main(root: Path, kills: int, seed: int, *, fed: bool) -> None:
             assert not [path for path in (folder / "checkpoints").iterdir() if "tmp" in path.name]
             finished += 1
             shutil.rmtree(folder)
-        sys.stdout.write(json.dumps({"killed": killed, "finished": finished}) + "\n")
-        sys.stdout.flush()
+        yield {"killed": killed, "finished": finished}
     check_orphans()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), fed="fed" in sys.argv[4:])
+    if len(sys.argv) < 4:
+        sys.exit("usage: python -m tests.support.killing FOLDER KILLS SEED [fed]")
+    for counts in kill(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), fed="fed" in sys.argv[4:]):
+        sys.stdout.write(json.dumps(counts) + "\n")
+        sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""Kinds of runs to interrupt and resume, each with another kind of state."""
+"""Workloads with all the state that a run may have, and losses whose gradient overflows."""
 
 from __future__ import annotations
 
-import random
+import math
 from functools import partial
 from typing import Any
 
@@ -13,23 +13,43 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from autobatch import Workload
 from tests.support.detection import count_shown, drawn_terms
-from tests.support.overflow import flagged
-from tests.support.overflow import loss as overflowing_loss
 from tests.support.training import (
     INFO_NCE,
+    Augmented,
     Rows,
+    amsgrad,
     make_workload,
+    mean_loss,
     network,
     points,
 )
 
 
-class Augmented(Rows):
-    """Rows augmented by the random generators of Python, NumPy and torch."""
+class Overflow(torch.autograd.Function):
+    """Identity whose gradient is infinite if a flag is set."""
 
-    def __getitem__(self, index: int):
-        inputs, labels = super().__getitem__(index)
-        return inputs * random.uniform(0.5, 1.5) + float(np.random.normal()) + torch.randn(5), labels
+    @staticmethod
+    def forward(ctx, value: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(bad)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        (bad,) = ctx.saved_tensors
+        return torch.where(bad.any(), torch.full_like(gradient, math.inf), gradient), None
+
+
+def flagged(bad: set[int], samples: int = 32) -> Rows:
+    """Make points with a flag on those that overflow."""
+    data = points(samples, dtype=torch.float32)
+    flags = torch.zeros(samples, dtype=torch.bool)
+    flags[list(bad)] = True
+    return Rows(*data.columns, flags)
+
+
+def overflowing_loss(model: nn.Module, batch) -> torch.Tensor:
+    inputs, labels, bad = batch
+    return Overflow.apply(mean_loss(model, (inputs, labels)), bad)
 
 
 class Everything(nn.Module):
@@ -99,8 +119,15 @@ class Thawed(nn.Module):
             self.norm.eval()
 
 
-def adamw(params, lr):
-    return torch.optim.AdamW(params, lr=0.01, amsgrad=True)
+def stateful(dtype: torch.dtype = torch.float32, **changes: Any) -> Workload:
+    """Make a workload with all the state that a step changes, and draws in its data and its model."""
+    known = {
+        "model": lambda: Everything().to(dtype),
+        "train_data": Augmented(*points(dtype=dtype).columns),
+        "optimizer": amsgrad,
+        "learning_rate": 0.01,
+    }
+    return make_workload(**{**known, **changes})
 
 
 def two_optimizers(params, lr):
@@ -113,51 +140,39 @@ def numpy_schedule(optimizer, steps):
     return LambdaLR(optimizer, lambda step: np.cos(step / steps))
 
 
-SINGLE = points(dtype=torch.float32)
-AUGMENTED = {"model": Everything, "train_data": Augmented(*SINGLE.columns), "optimizer": adamw}
-KINDS = {
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "augmented, averaged": (
-        {**AUGMENTED, "schedule": lambda o, steps: OneCycleLR(o, 0.05, total_steps=steps + 1)},
+        partial(stateful, schedule=lambda made, steps: OneCycleLR(made, 0.05, total_steps=steps + 1)),
         {"ema": 0.9},
     ),
     # Some samples overflow before, at and after most of the steps to resume from.
     "overflowing": (
-        {
-            "model": lambda: network(torch.float32),
-            "train_data": flagged({3, 17}, samples=24),
-            "loss": overflowing_loss,
-            "optimizer": adamw,
-            "schedule": CosineAnnealingLR,
-        },
+        partial(
+            stateful, model=lambda: network(torch.float32), train_data=flagged({3, 17}, samples=24),
+            loss=overflowing_loss, schedule=CosineAnnealingLR,
+        ),
         {"precision": "fp16"},
     ),
     "float32 state": (
-        {
-            "model": lambda: network(torch.bfloat16),
-            "train_data": Rows(points().columns[0].bfloat16(), points().columns[1]),
-            "optimizer": lambda params, lr: Float32State(params, lr=0.003),
-        },
+        partial(
+            make_workload, model=lambda: network(torch.bfloat16), optimizer=Float32State, learning_rate=0.003,
+            train_data=Rows(points().columns[0].bfloat16(), points().columns[1]),
+        ),
         {},
     ),
-    "two optimizers": ({"optimizer": two_optimizers, "schedule": numpy_schedule}, {}),
+    "two optimizers": (partial(make_workload, optimizer=two_optimizers, schedule=numpy_schedule), {}),
     "followed, averaged": (
-        {"model": Followed, "after_step": Followed.follow, "optimizer": adamw},
+        partial(make_workload, model=Followed, after_step=Followed.follow, optimizer=amsgrad),
         {"ema": 0.9},
     ),
-    "thawed, averaged": (
-        {"model": Thawed, "train_data": SINGLE, "after_step": Thawed.after_step, "optimizer": adamw},
-        {"ema": 0.9},
-    ),
-    "whole batch": ({**AUGMENTED, "loss": INFO_NCE}, {}),
-    "several terms": ({**AUGMENTED, "loss": drawn_terms, "counts": count_shown}, {}),
-}
-"""Fields of a workload and options of a loop."""
+    "thawed, averaged": (partial(stateful, model=Thawed, after_step=Thawed.after_step), {"ema": 0.9}),
+    "whole batch": (partial(stateful, loss=INFO_NCE), {}),
+    "several terms": (partial(stateful, loss=drawn_terms, counts=count_shown), {}),
+}  # fmt: skip
+"""What makes a workload, and the options of its loop."""
 
 
 def run_of(kind: str) -> tuple[Workload, dict[str, Any]]:
     """Make a workload of a kind, and the options of its loop."""
-    fields, options = KINDS[kind]
-    return make_workload(**fields), options
-
-
-RUNS = {kind: partial(run_of, kind) for kind in KINDS}
+    make, options = RUNS[kind]
+    return make(), options

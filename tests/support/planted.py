@@ -12,7 +12,7 @@ PLANTED = "\x1b]0;title\x07\x9b31m\u202e\r\n<script>alert(1)</script>"
 """Text that changes the title and colour of a terminal, turns a line around, ends it, and runs in a page."""
 
 
-class _Calling:
+class Calling:
     """An object that calls a function when it is unpickled."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
@@ -25,9 +25,9 @@ class _Calling:
 def payloads(sentinel: Path) -> Iterator[bytes]:
     """Yield pickles that make a file if anything executes them."""
     calls = (
-        _Calling(Path.touch, sentinel),
-        _Calling(os.system, f"touch '{sentinel}'"),
-        _Calling(exec, f"open({str(sentinel)!r}, 'w').close()"),
+        Calling(Path.touch, sentinel),
+        Calling(os.system, f"touch '{sentinel}'"),
+        Calling(exec, f"open({str(sentinel)!r}, 'w').close()"),
     )
     for call in calls:
         for protocol in range(2, 6):

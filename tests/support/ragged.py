@@ -18,7 +18,16 @@ from autobatch.device.profiles import load_profile
 from autobatch.rehearsal.setup import Setup
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.split import SizeSplit, sizes_digest
-from tests.support.training import IGNORED, info_nce, language_model, make_loop, make_setup, token_loss
+from tests.support.training import (
+    IGNORED,
+    adamw,
+    info_nce,
+    language_model,
+    make_loop,
+    make_setup,
+    make_workload,
+    token_loss,
+)
 
 
 class Sequences:
@@ -59,29 +68,19 @@ CONTRASTIVE = WholeBatchLoss(represent=pooled_rows, loss=info_nce)
 
 
 def ragged_workload(**changes: Any) -> Workload:
-    fields: dict[str, Any] = {
-        "model": language_model,
-        "train_data": Sequences(),
-        "collate": pad,
-        "loss": token_loss,
-        "optimizer": lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
-        "learning_rate": 0.01,
-        "size_of": lambda sample: len(sample[0]),
-        "name": "ragged",
-    }
-    return Workload(**{**fields, **changes})
+    known = {
+        "model": language_model, "train_data": Sequences(), "collate": pad, "loss": token_loss,
+        "optimizer": adamw, "learning_rate": 0.01, "size_of": lambda sample: len(sample[0]), "name": "ragged",
+    }  # fmt: skip
+    return make_workload(**{**known, **changes})
 
 
 def ragged_split(workload: Workload, limit: int = 5) -> SizeSplit:
     """Make a split in which ``limit`` of the longest samples fit, and more of shorter ones."""
     sizes = WorstCaseSampler(workload).sizes()
     assert sizes is not None
-    cut = SizeCut(
-        longest=float(sizes.max()),
-        micro_batch=limit,
-        max_micro_batch=4 * limit,
-        digest=sizes_digest(sizes),
-    )
+    longest, digest = float(sizes.max()), sizes_digest(sizes)
+    cut = SizeCut(longest=longest, micro_batch=limit, max_micro_batch=4 * limit, digest=digest)
     return SizeSplit(sizes=sizes, cut=cut)
 
 
@@ -105,14 +104,8 @@ def count_ooms(workload: Workload, setup: Setup, micro_batch: int, *, target: in
     """Train, and return how often memory ran out."""
     with setup.device.training() as meter:
         meter.mark("setup")
-        loop = make_loop(
-            workload,
-            target_batch=target,
-            micro_batch=micro_batch,
-            steps=steps,
-            device=setup.device,
-            meter=meter,
-        )
+        counts = {"target_batch": target, "micro_batch": micro_batch, "steps": steps}
+        loop = make_loop(workload, **counts, device=setup.device, meter=meter)
         model = loop.train_state.model
         meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
         list(loop.run())

@@ -55,7 +55,7 @@ class RankServer:
     def __init__(self) -> None:
         context = warm_context()
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs,))  # which may have children
         self._process.start()
         theirs.close()
         self._connection.recv()  # when it has imported everything
@@ -98,22 +98,38 @@ class RankServer:
         if self._process.is_alive():
             self._process.kill()
 
-    def script(self, path: Path, folder: Path) -> str:
-        """Run a script in a folder as ``python PATH`` would, and return what it prints on both streams."""
+    def program(self, folder: Path, *words: object) -> str:
+        """Run ``autobatch``, or a script of Python, as a command in a folder; return what it prints.
+
+        Raises:
+            RuntimeError: it failed.
+        """
         environ = {"AUTOBATCH_HOME": str(folder / "home")}
-        return str(self.values(_run_script, path, folder, world=1, environ=environ, seconds=300)[0])
+        return str(self.values(_run_program, folder, *words, world=1, environ=environ, seconds=300)[0])
 
 
-def _run_script(path: Path, folder: Path) -> str:
+def _run_program(folder: Path, *words: object) -> str:
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in [one for one in os.environ if one in launched or one.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     os.chdir(folder)
-    sys.argv, sys.path[:0] = [str(path)], [str(path.parent)]
-    printed = io.StringIO()
+    sys.argv = [str(word) for word in words]
+    program, code = sys.argv[0], None
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        runpy.run_path(str(path), run_name="__main__")
-    return printed.getvalue()
+        try:
+            if program == "autobatch":
+                runpy.run_module(program, run_name="__main__")
+            else:
+                sys.path.insert(0, str(Path(program).parent))
+                runpy.run_path(program, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        printed.seek(0)
+        text = printed.read()
+    if code:
+        raise RuntimeError(f"exit code {code}: {text}")
+    return text
 
 
 @contextlib.contextmanager

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from autobatch import Loss, WholeBatchLoss
 from autobatch.planning import make_plan
 from autobatch.training.split_check import examine_run
-from tests.support.training import IGNORED, Rows, language_model, make_setup, network, points
-
-CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 9.0])
+from tests.support.ragged import pad
+from tests.support.steps import weighted, whole_weighted
+from tests.support.training import (
+    IGNORED,
+    Augmented,
+    Rows,
+    language_model,
+    make_setup,
+    network,
+    points,
+    token_loss,
+    whole_tokens,
+)
 
 
 def checked(
@@ -60,15 +68,6 @@ def few_short_texts() -> list[tuple[Tensor, Tensor]]:
     return [(ids, ids.roll(1)) for ids in texts]
 
 
-def pad(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    ids, labels = map(list, zip(*samples, strict=True))
-    padded = nn.utils.rnn.pad_sequence
-    return {
-        "ids": padded(ids, batch_first=True),
-        "labels": padded(labels, batch_first=True, padding_value=IGNORED),
-    }
-
-
 def rare_class() -> Rows:
     """Make 400 points, of which 2 % are of class 2."""
     data = points(400)
@@ -77,25 +76,11 @@ def rare_class() -> Rows:
     return Rows(data.columns[0], labels)
 
 
-def weighted_mean(model, batch):
-    scores = model(batch[0])
-    return cross_entropy(scores, batch[1], weight=CLASS_WEIGHTS.to(scores.dtype))
-
-
-def weighted_sum(model, batch):
-    weight = CLASS_WEIGHTS.to(batch[0].dtype)[batch[1]]
-    return Loss((cross_entropy(model(batch[0]), batch[1], reduction="none") * weight).sum(), weight.sum())
-
-
-class Views(Rows):
-    """Two augmented views of each point, drawn by Python, NumPy and torch."""
+class Views(Augmented):
+    """Two augmented views of each point."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        point = self.columns[0][index]
-        return self._view(point), self._view(point)
-
-    def _view(self, point: Tensor) -> Tensor:
-        return point * random.uniform(0.8, 1.2) + float(np.random.normal()) / 9 + torch.randn(5) / 9
+        return super().__getitem__(index)[0], super().__getitem__(index)[0]
 
 
 def info_nce(_, rows):
@@ -132,8 +117,8 @@ VIEWS: dict[str, Any] = {
 SCALE, MIXED = "a mean over something else than samples", "several samples at once"
 PAIRS: dict[str, tuple[dict[str, Any], Any, Any, str]] = {
     "masked tokens": (MASKED, masked_mean, masked_sum, SCALE),
-    "class weights": ({"train_data": rare_class()}, weighted_mean, weighted_sum, SCALE),
-    "few short texts": (SHORT, masked_mean, masked_sum, SCALE),
+    "class weights": ({"train_data": rare_class()}, whole_weighted, weighted, SCALE),
+    "few short texts": (SHORT, whole_tokens, token_loss, SCALE),
     "augmented views": (VIEWS, contrast, WholeBatchLoss(represent=both_views, loss=info_nce), MIXED),
     "a sum with noise": ({}, noisy_sum, noisy_mean, "a sum over the batch"),
 }

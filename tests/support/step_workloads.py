@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,17 +12,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autobatch import Loss, Workload
-from autobatch.core.units import GiB
-from autobatch.device.cpu import CpuDevice
-from autobatch.device.host import HostMemory
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.setup import Setup
-from tests.support.training import Rows, make_setup
+from tests.support.training import Rows, adamw, make_setup, make_workload
 
 TOKENS = list(torch.arange(64 * 17).view(64, 17) % 61)
 """Sequences of 17 tokens."""
-IMAGES = [(torch.zeros(3, 12, 12), number % 5) for number in range(64)]
-"""Small images with a class."""
+IMAGES = Rows(torch.randn(64, 3, 12, 12, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 5)
+"""Small images of 5 classes."""
+setup = partial(make_setup, max_grad_norm=1.0)
 
 
 class Residual(nn.Module):
@@ -36,17 +35,10 @@ class Residual(nn.Module):
 
 
 def convolutional(dropout: float = 0.3) -> nn.Module:
-    """Two residual blocks for the `images`."""
-    body = [nn.Conv2d(3, 4, 3), Residual(dropout), Residual(dropout)]
-    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-
-
-def images(samples: int = 16) -> Rows:
-    """Random images of 3 classes."""
-    generator = torch.Generator().manual_seed(0)
-    return Rows(
-        torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(3, (samples,), generator=generator)
-    )
+    """Two residual blocks among other layers, of which one works in place."""
+    begin = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    blocks = [Residual(dropout), Residual(dropout), nn.Conv2d(4, 16, 3, stride=2)]
+    return nn.Sequential(*begin, *blocks, nn.ReLU(), nn.Flatten(), nn.Linear(64, 5))
 
 
 class Block(nn.Module):
@@ -87,20 +79,6 @@ def token_loss(model, batch):
     return Loss(total, batch[:, 1:].numel())
 
 
-def image_loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def pair_loss(model, batch):
-    """Every sample against every other: m x m."""
-    features = F.normalize(model(batch[0]))
-    return F.cross_entropy(features @ features.T / 0.1, torch.arange(len(features)))
-
-
-def adamw(parameters, learning_rate):
-    return torch.optim.AdamW(parameters, lr=learning_rate)
-
-
 def sgd(parameters, learning_rate):
     return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
 
@@ -109,36 +87,22 @@ def perceptron():
     return nn.Sequential(nn.Flatten(), nn.Linear(432, 48), nn.GELU(), nn.Dropout(0.1), nn.Linear(48, 5))
 
 
-def convolutions():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5),
-    )  # fmt: skip
+def make(model: Callable[[], nn.Module], **fields: Any) -> Workload:
+    known = {"train_data": IMAGES, "optimizer": adamw, "learning_rate": 1e-3}
+    return make_workload(**{"model": model, **known, **fields})
 
 
-def make(model, *, data=None, loss=image_loss, optimizer=adamw) -> Workload:
-    return Workload(
-        model=model, train_data=data or IMAGES, loss=loss, optimizer=optimizer, learning_rate=1e-3
-    )
+def transformer(optimizer: Any = adamw, **of_model: Any) -> Workload:
+    model = partial(Transformer, **of_model)
+    return make(model, train_data=TOKENS, loss=token_loss, optimizer=optimizer)
 
 
 WORKLOADS = {
-    "perceptron": lambda: make(perceptron),
-    "convolutions": lambda: make(convolutions, optimizer=sgd),
-    "transformer": lambda: make(Transformer, data=TOKENS, loss=token_loss),
-    "recomputed": lambda: make(lambda: Transformer(recompute=True), data=TOKENS, loss=token_loss),
+    "perceptron": partial(make, perceptron),
+    "convolutions": partial(make, convolutional, optimizer=sgd),
+    "transformer": transformer,
+    "recomputed": partial(transformer, recompute=True),
 }
-
-
-def deep_transformer() -> Workload:
-    """Return a workload whose activations take most of the memory."""
-    return make(lambda: Transformer(depth=3), data=TOKENS, loss=token_loss)
-
-
-def setup(workload: Workload, *, budget: int = GiB, **fields: Any) -> Setup:
-    """Return a setup on the CPU under a budget, with a clipped gradient."""
-    device = CpuDevice(memory_budget=budget, memory=HostMemory(8 * GiB, 8 * GiB, "made up"))
-    return make_setup(workload, device=device, **{"max_grad_norm": 1.0, **fields})
 
 
 def traced_step(

@@ -10,15 +10,14 @@ from torch.nn.functional import cross_entropy, normalize
 
 from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.device.base import SilentMeter
-from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
+from tests.support.detection import CLASS_WEIGHTS, DETECTION, scenes
+from tests.support.detection import whole as whole_detection
 from tests.support.training import (
     INFO_NCE,
+    TOKENS,
     apart,
-    language_model,
     mean_loss,
-    token_loss,
-    tokens,
     weights,
     whole_tokens,
 )
@@ -26,13 +25,6 @@ from tests.support.training import (
 SAMPLES = 24
 EXACT = 1e-12
 """Relative error of a step in float64."""
-
-
-def train_state_of(workload: Workload, **options) -> Any:
-    torch.manual_seed(0)
-    rate = options.pop("learning_rate", workload.learning_rate)
-    settings = StepSettings(**{"precision": "fp32", **options})
-    return build_train_state(workload, workload.model(), torch.device("cpu"), settings, learning_rate=rate)
 
 
 def off(train_state: Any, workload: Workload, expected: torch.Tensor) -> float:
@@ -58,17 +50,15 @@ def step_of(train_state: Any, workload: Workload, sizes: list[int], first: int =
     return train_step(train_state, fed, sum(sizes))
 
 
-CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.7], dtype=torch.float64)
-
-
 def weighted(model: nn.Module, batch) -> Loss:
-    inputs, labels = batch
-    total = cross_entropy(model(inputs), labels, weight=CLASS_WEIGHTS, reduction="sum")
-    return Loss(total, CLASS_WEIGHTS[labels].sum())
+    scores = model(batch[0])
+    weight = CLASS_WEIGHTS.to(scores.dtype)
+    return Loss(cross_entropy(scores, batch[1], weight, reduction="sum"), weight[batch[1]].sum())
 
 
 def whole_weighted(model: nn.Module, batch) -> torch.Tensor:
-    return cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS)
+    scores = model(batch[0])
+    return cross_entropy(scores, batch[1], CLASS_WEIGHTS.to(scores.dtype))
 
 
 class Towers(nn.Module):
@@ -104,9 +94,10 @@ def clip(model, rows) -> torch.Tensor:
 CLIP = WholeBatchLoss(represent=two_towers, loss=clip)
 KINDS = {
     "mean": ({}, mean_loss),
-    "tokens": ({"model": language_model, "train_data": tokens(), "loss": token_loss}, whole_tokens),
+    "tokens": (TOKENS, whole_tokens),
     "class weights": ({"loss": weighted}, whole_weighted),
     "InfoNCE": ({"loss": INFO_NCE}, INFO_NCE),
     "CLIP": ({"model": lambda: Towers().double(), "loss": CLIP}, CLIP),
+    "terms": ({**DETECTION, "train_data": scenes(SAMPLES)}, whole_detection),
 }
 """Fields of a workload, and the loss over the whole batch as torch writes it: the oracle."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import Dataset
 
 from autobatch import Loss, WholeBatchLoss, Workload
+from autobatch.core.units import GiB
 from autobatch.device.base import SilentMeter
 from autobatch.device.cpu import CpuDevice
+from autobatch.device.host import HostMemory
 from autobatch.rehearsal.setup import Setup
-from autobatch.step.train_state import StepSettings, build_train_state
+from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.training.build import build_schedules
 from autobatch.training.loop import Loop
 from autobatch.workload.data import WorstCaseSampler
@@ -25,6 +30,9 @@ from autobatch.workload.rng import seed_everything
 from autobatch.workload.split import Split
 
 IGNORED = -100
+CPU = torch.device("cpu")
+HOST = HostMemory(8 * GiB, 8 * GiB, "made up")
+SETTINGS = dataclasses.fields(StepSettings)
 
 
 class Rows(Dataset[Any]):
@@ -38,6 +46,15 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(column[index] for column in self.columns)
+
+
+class Augmented(Rows):
+    """Rows whose first column is augmented by the random generators of Python, NumPy and torch."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, *others = super().__getitem__(index)
+        noise = float(np.random.normal()) + torch.randn(inputs.shape)
+        return inputs * random.uniform(0.5, 1.5) + noise, *others
 
 
 def points(samples: int = 24, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Rows:
@@ -78,10 +95,10 @@ def token_loss(model: nn.Module, batch: Any) -> Loss:
     return Loss(total, (labels != IGNORED).sum())
 
 
-def whole_tokens(model: nn.Module, batch: Any) -> Tensor:
+def whole_tokens(model: nn.Module, batch: Any, smoothing: float = 0.0) -> Tensor:
     """Return the mean over all counted tokens, as a loop without micro-batches writes it."""
-    ids, labels = batch
-    return cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    scores, labels = model(batch[0]).flatten(0, 1), batch[1].flatten()
+    return cross_entropy(scores, labels, ignore_index=IGNORED, label_smoothing=smoothing)
 
 
 def features(model: nn.Module, batch: Any) -> Tensor:
@@ -106,6 +123,14 @@ TOKENS: dict[str, Any] = {"model": language_model, "train_data": tokens(), "loss
 """Fields of a workload whose loss is a mean over counted tokens."""
 
 
+def adamw(params: Any, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=learning_rate)
+
+
+def amsgrad(params: Any, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=learning_rate, amsgrad=True)
+
+
 def make_workload(**changes: Any) -> Workload:
     fields: dict[str, Any] = {
         "model": network,
@@ -117,6 +142,16 @@ def make_workload(**changes: Any) -> Workload:
     return Workload(**{**fields, **changes})
 
 
+def train_state_of(
+    workload: Workload, *, seed: int = 0, device: torch.device = CPU, **settings: Any
+) -> TrainState:
+    """Build a train state, with weights drawn from the seed."""
+    seed_everything(seed)
+    rate = settings.pop("learning_rate", workload.learning_rate)
+    made = StepSettings(**{"precision": "fp32", **settings})
+    return build_train_state(workload, workload.model(), device, made, learning_rate=rate)
+
+
 def make_loop(
     workload: Workload,
     *,
@@ -125,44 +160,23 @@ def make_loop(
     steps: int | None = 3,
     epochs: int | None = None,
     seed: int = 0,
-    precision: Any = "fp32",
-    max_grad_norm: float | None = None,
-    ema: float | None = None,
-    device: Any | None = None,
-    meter: Any | None = None,
-    knobs: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Loop:
-    """Build a loop as ``fit`` does, with everything drawn from the seed."""
-    seed_everything(seed)
-    device = device or CpuDevice(memory_budget="1GiB")
-    model = workload.model()
-    train_state = build_train_state(
-        workload,
-        model,
-        device.torch_device,
-        StepSettings(precision=precision, max_grad_norm=max_grad_norm, ema=ema, knobs=knobs or {}),
-        learning_rate=workload.learning_rate,
-    )
+    """Build a loop as ``fit`` does, with everything drawn from the seed. Fields are its own or its steps'."""
+    device = fields.pop("device", None) or CpuDevice(memory_budget="1GiB")
+    settings = {each.name: fields.pop(each.name) for each in SETTINGS if each.name in fields}
+    train_state = train_state_of(workload, seed=seed, device=device.torch_device, **settings)
+    samples: Any = workload.train_data
     sampler = GlobalBatchSampler(
-        samples=len(workload.train_data),  # type: ignore[arg-type]
-        target_batch=target_batch,
-        seed=seed,
-        steps=steps,
-        epochs=epochs,
+        samples=len(samples), target_batch=target_batch, seed=seed, steps=steps, epochs=epochs
     )
-    split = fields.pop("split", None) or Split()
+    schedules = build_schedules(workload, train_state.optimizers, sampler)
+    split = fields.get("split", Split())
+    known = {"meter": SilentMeter(), "split": split, "feed": Feed(MicroBatches(workload, None), split)}
     return Loop(
-        workload=workload,
-        train_state=train_state,
-        sampler=sampler,
-        device=device,
-        meter=meter or SilentMeter(),
-        micro_batch=micro_batch,
-        schedules=build_schedules(workload, train_state.optimizers, sampler),
-        split=split,
-        **{"feed": Feed(MicroBatches(workload, None), split), **fields},
-    )
+        workload=workload, train_state=train_state, sampler=sampler, device=device, micro_batch=micro_batch,
+        schedules=schedules, **{**known, **fields},
+    )  # fmt: skip
 
 
 def make_setup(
@@ -173,7 +187,7 @@ def make_setup(
     return Setup(
         workload=workload,
         model=workload.model(),
-        device=device or CpuDevice(memory_budget=budget),
+        device=device or CpuDevice(memory_budget=budget, memory=HOST),
         worst_case=WorstCaseSampler(workload),
         **{"precision": "fp32", **fields},
     )
@@ -212,7 +226,7 @@ def reference(
     optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
     losses = []
     for ids in batches:
-        batch = torch.utils.data.default_collate([workload.train_data[i] for i in ids])
+        batch = (workload.collate or torch.utils.data.default_collate)([workload.train_data[i] for i in ids])
         optimizer.zero_grad()
         loss = whole_loss(model, batch)
         losses.append(loss.item())
@@ -221,5 +235,6 @@ def reference(
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         if workload.after_step is not None:
-            workload.after_step(model)
+            with torch.no_grad():
+                workload.after_step(model)
     return weights(model), losses

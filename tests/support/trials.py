@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from autobatch.tuning.fastest import Search
 from autobatch.tuning.space import Knob
 from autobatch.tuning.study import open_study
 from autobatch.tuning.trial import Trials
-from tests.support.kinds import Augmented
 from tests.support.options import as_options
-from tests.support.training import Rows, make_setup, make_workload, mean_loss, points
+from tests.support.probes import vectors, work
+from tests.support.training import Augmented, Rows, make_setup, make_workload, mean_loss, network, points
 
 # Studies of configurations.
 
@@ -90,21 +91,10 @@ def open_journal(home: Path) -> optuna.Study:
 # Trials.
 
 
-def trial_workload(**fields: Any) -> Workload:
-    draw = torch.Generator().manual_seed(0)
-    defaults = {
-        "model": lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 3)),
-        "train_data": Rows(torch.randn(64, 16, generator=draw), torch.randint(3, (64,), generator=draw)),
-        "optimizer": lambda params, lr: torch.optim.AdamW(params, lr=lr),
-        "learning_rate": 1e-3,
-    }
-    return make_workload(**{**defaults, **fields})
-
-
 def trial_setup(
     budget: str | int = "1GiB", *, clock: Callable[[], float] | None = None, **fields: Any
 ) -> Setup:
-    made = make_setup(trial_workload(**fields), budget)
+    made = make_setup(work(**{"train_data": vectors(64), **fields}), budget)
     return made if clock is None else replace(made, clock=clock)
 
 
@@ -127,22 +117,19 @@ class Time:
 class Signed(Augmented):
     """Samples that carry the id of the process that made them."""
 
-    def __getitem__(self, index: int):
-        inputs, labels = super().__getitem__(index)
-        return inputs, labels, os.getpid()
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return *super().__getitem__(index), os.getpid()
 
 
 def signed(seen: set[int], **fields: Any) -> Workload:
     """Return a workload that collects the ids of the processes that made its training samples."""
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        inputs, labels, made_by = batch
         if torch.is_grad_enabled():
-            seen.update(made_by.tolist())
-        return mean_loss(model, (inputs, labels))
+            seen.update(batch[2].tolist())
+        return mean_loss(model, batch[:2])
 
-    data = Signed(*points(64, dtype=torch.float32).columns)
-    model = lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))  # noqa: E731
+    data, model = Signed(*points(64, dtype=torch.float32).columns), partial(network, torch.float32)
     return make_workload(**{"model": model, "train_data": data, "loss": loss, **fields})
 
 

@@ -18,15 +18,15 @@ from autobatch.training.checkpoint import load_newest, save_checkpoint
 from autobatch.training.resume import capture_loop, load_run_state, restore_loop
 from tests.support.checkpoints import save
 from tests.support.faults import Fault
-from tests.support.kinds import RUNS, adamw
+from tests.support.kinds import RUNS, run_of
 from tests.support.probes import Listener
-from tests.support.training import apart, fingerprint, make_loop, make_workload, points, weights
+from tests.support.training import adamw, apart, fingerprint, make_loop, make_workload, points, weights
 
 STEPS = 8
 
 
 def open_loop(kind: str, **changes):
-    workload, options = RUNS[kind]()
+    workload, options = run_of(kind)
     return make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **{**options, **changes})
 
 
@@ -65,7 +65,7 @@ def _saved(state):
 
 
 def test_on_other_hardware_the_batches_are_the_same_and_weights_differ_by_rounding() -> None:
-    workload = make_workload(optimizer=adamw)
+    workload = make_workload(optimizer=adamw, learning_rate=0.01)
     options = {"target_batch": 7, "steps": STEPS}
     straight = make_loop(workload, micro_batch=3, **options)
     run = straight.run()

@@ -16,9 +16,10 @@ from autobatch import DoesNotFitError, InputError, NonFiniteError, Progress, Res
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.profiles import load_profile
 from autobatch.training.run import train
-from tests.support.faults import Fault, Noisy, Watching, plain
+from tests.support.faults import Fault, Watching, plain
 from tests.support.runs import STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
 from tests.support.training import (
+    Augmented,
     fingerprint,
     make_loop,
     make_workload,
@@ -39,7 +40,7 @@ DRIVER = RuntimeError("CUDA error: out of memory")
 def test_a_run_that_ends_out_of_memory_before_the_optimizer_step_writes_the_state_before_the_batch(
     error: Exception, micro_batch: int, after: int, code: int, then: int, tmp_path: Path
 ) -> None:
-    workload = plain(train_data=Noisy(*points().columns))
+    workload = plain(train_data=Augmented(*points().columns))
     options = {"target_batch": 8, "micro_batch": micro_batch}
     fault = Fault(60, error=error)
     loop = open_loop(workload, **options, meter=Watching(fault))

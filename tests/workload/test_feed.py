@@ -22,12 +22,33 @@ from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state
 from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
-from tests.support.feeds import augmented, fed_loop, fed_samples, loader_workers
-from tests.support.kinds import Augmented
-from tests.support.training import Rows, make_workload, points
+from tests.support.feeds import fed_loop, loader_workers
+from tests.support.kinds import stateful
+from tests.support.training import Augmented, Rows, make_workload, points
 
 PART = MicroBatchIds(0, range(2), [2, 5])
 SAMPLER = GlobalBatchSampler(samples=24, target_batch=10, seed=0, steps=3)
+
+
+class Numbered(Augmented):
+    """Augmented samples that begin with their index."""
+
+    def __getitem__(self, index: int):
+        return index, *super().__getitem__(index)
+
+
+def fed_samples(
+    workers: int, micro_batch: int, start: int = 0, seed: int = 5
+) -> list[tuple[int, list[float]]]:
+    """Return every sample of a run of two epochs in order: its index, and its augmented inputs."""
+    workload = make_workload(train_data=Numbered(*points(dtype=torch.float32).columns))
+    sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=seed, epochs=2)
+    found = []
+    with open_feed(workload, sampler, workers=workers, seeds_samples=True) as feed:
+        for batch in sampler.batches(start):
+            for ids, inputs, _ in feed.collated(batch, micro_batch):
+                found += list(zip(ids.tolist(), inputs.tolist(), strict=True))
+    return found
 
 
 def test_draws_are_equal_for_any_workers_and_any_micro_batch() -> None:
@@ -51,7 +72,7 @@ def test_samples_arrive_as_they_were_collated_and_are_read_one_at_a_time(workers
     def collate(samples):
         return {"rows": np.stack([inputs.numpy() for inputs, _ in samples]), "names": ["a"], "n": None}
 
-    workload = augmented(train_data=Many(*points(dtype=torch.float32).columns), collate=collate)
+    workload = stateful(train_data=Many(*points(dtype=torch.float32).columns), collate=collate)
     before = repr(capture_random_state())
     with open_feed(workload, SAMPLER, workers=workers, seeds_samples=True) as feed:
         for batch in SAMPLER.batches():
@@ -164,7 +185,7 @@ def test_micro_batches_for_a_gpu_are_in_pinned_memory() -> None:
     gpu = torch.device("cuda", torch.cuda.device_count() - 1)
     found = []
     for workers in (0, 2):
-        with open_feed(augmented(), SAMPLER, workers=workers, seeds_samples=True, device=gpu) as feed:
+        with open_feed(stateful(), SAMPLER, workers=workers, seeds_samples=True, device=gpu) as feed:
             found.append([data for batch in SAMPLER.batches() for data in feed.collated(batch, 4)])
     assert all(tensor.is_pinned() for data in found[1] for tensor in data)
     assert all(
