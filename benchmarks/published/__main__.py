@@ -5,9 +5,10 @@
     python -m benchmarks.published peaks --checkouts DIR [--out DIR] [--only TEXT]
 
 ``recordings`` takes memory snapshots of torch, or their reduced form (tests/recordings). ``limits`` and
-``peaks`` predict the rows of ``benchmarks/published/data``, one at a time, and leave out those that the files
-of results have. The sources' own models are imported from the checkouts: ``timm``, a checkout or its package
-(with torchvision installed); and ``litgpt-COMMIT``, a checkout for each commit in the data.
+``peaks`` predict the rows of ``benchmarks/published/data``, one at a time, and leave out those that the
+files of results have. The sources' own models are imported from the checkouts: ``timm``, a checkout or its
+package (with torchvision installed); ``litgpt-COMMIT`` for each commit in the data; ``torchtitan`` at the
+commit in the data. BERT is that of the installed transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.report import RESULTS, markdown
 
 DATA = Path(__file__).parent / "data"
 Row = dict[str, str]
-SOURCES = {"limits": ("timm-rtx3090", "timm-rtx3090-further"), "peaks": ("litgpt",)}
+SOURCES = {"limits": ("timm-rtx3090", "timm-rtx3090-further"), "peaks": tuple(predict.STEPS)}
 DEFINITIONS = {"as in autobatch": "predicted", "as in that benchmark, with retries": "with_retries"}
 """Columns of predicted limits, by what they call a fit."""
 SCALES = (0.9, 0.95, 1.0, 1.05, 1.1)
@@ -50,10 +51,11 @@ def main() -> int:
         print(recordings_table(outcomes))
         return int(not all(outcome.agrees for each in outcomes.values() for outcome in each))
     is_limit = options.command == "limits"
-    of_row, table = (predict.limits_of, limits_table) if is_limit else (predict.peak_of, peaks_table)
+    table = limits_table if is_limit else peaks_table
     for source in SOURCES[options.command]:
         asked = [row for row in read(DATA / f"{source}.csv") if options.only in ",".join(row.values())]
         results = options.out / f"published_{options.command}_{source}.csv"
+        of_row = predict.limits_of if is_limit else partial(predict.peak_of, source)
         if rows := [*predicted(asked, results, partial(of_row, options.checkouts.resolve()))]:
             print(f"{source}:\n\n{table(rows)}")
     return 0

@@ -5,18 +5,25 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from autobatch import Workload
 from autobatch.core.options import Options
+from autobatch.core.records import Precision
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import HardwareProfile
+from autobatch.distributed.shard import ShardedModel, Sharding, fake_ranks
 from autobatch.estimates.estimator import Estimator, Layout
 from autobatch.estimates.footprints import footprint
 from autobatch.estimates.gpus import Gpus
@@ -50,14 +57,15 @@ def limits_of(checkouts: Path, row: Row) -> dict[str, object]:
     }
 
 
-def peak_of(checkouts: Path, row: Row) -> dict[str, object]:
-    """Predict the most bytes that are allocated in a row of litgpt's tables."""
+def peak_of(source: str, checkouts: Path, row: Row) -> dict[str, object]:
+    """Predict the most bytes that a row allocates, or reserves, as it was measured."""
     start = time.perf_counter()
-    step, gpus, gpu = litgpt_step(checkouts, row)
+    step, gpus, gpu = STEPS[source](checkouts, row)
     trace = record(step, int(row["micro_batch"])).trace
     peaks = replay(trace, gpus.spending(gpu).new_allocator(None, False))
+    is_allocated = row["kind"] == "max_memory_allocated"
     return {
-        "predicted_bytes": peaks.peak_allocated_bytes,
+        "predicted_bytes": peaks.peak_allocated_bytes if is_allocated else peaks.peak_reserved_bytes,
         "fits": (peaks.peak_reserved_bytes or 0) <= gpus.budget(gpu)[0],
         "seconds": round(time.perf_counter() - start, 1),
     }
@@ -134,6 +142,85 @@ def litgpt_step(checkouts: Path, row: Row) -> Published:
     workload = Workload(model=build, train_data=samples, loss=loss, optimizer=optimize, learning_rate=1e-4)
     profile = {"A10G": "a10", "A100-40GB": "a100-40gb"}[row["gpu"]]
     return published(workload, profile, precision="fp32", gradient_dtype="weights")
+
+
+def torchtitan_step(checkouts: Path, row: Row) -> Published:
+    """Return pre-training as torchtitan runs it: its own sharding, and checkpoints chosen by operator."""
+    import torch._inductor.utils  # with the real Triton, if there is one
+
+    sys.path.insert(0, str(checkouts / "torchtitan"))
+    absent = ("triton", "triton.language", "tiktoken", "tiktoken.load")
+    with patch.dict(sys.modules, {name: MagicMock() for name in absent}):  # imported, and not used here
+        models = importlib.import_module("torchtitan.models.llama")
+        parallel = importlib.import_module("torchtitan.parallelisms.parallelize_llama")
+    world, sequence = int(row["gpus"]), int(row["sequence"])
+    given = {"vocab_size": 128_256, "max_seq_len": sequence, "norm_type": "rmsnorm"}
+    config = replace(models.llama3_configs["8B"], **given)
+
+    @contextmanager
+    def sharding() -> Iterator[Sharding]:
+        def shard(model: nn.Module, _: Precision) -> ShardedModel:
+            parallel.apply_ac(model, SimpleNamespace(mode="selective", selective_ac_option="op"))
+            parallel.apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+            return ShardedModel(model, mesh)
+
+        with fake_ranks(world):
+            mesh = init_device_mesh("cpu", (world,))
+            yield shard
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1).float(), batch[1].flatten(0, 1))
+
+    def optimize(weights: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(weights, lr=rate, foreach=True)
+
+    samples = [(torch.zeros(sequence, dtype=torch.int64),) * 2] * NEAR
+    workload = Workload(
+        model=lambda: models.Transformer.from_model_args(config),
+        train_data=samples,
+        loss=loss,
+        optimizer=optimize,
+        learning_rate=3e-4,
+    )
+    step, gpus, gpu = published(workload, "h100-80gb", precision="fp32")
+    return replace(step, sharding=sharding, steps=(1, 1), max_grad_norm=1.0), gpus, gpu
+
+
+def bert_step(_: Path, row: Row) -> Published:
+    """Return fine-tuning of BERT-large as the Trainer of transformers ran it, on sequences of 512."""
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        attn_implementation="eager",
+    )
+
+    def build() -> nn.Module:
+        model = transformers.BertForSequenceClassification(config).train()
+        if row["checkpointing"] == "yes":
+            model.gradient_checkpointing_enable()
+        return model
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        made: Tensor = model(input_ids=batch[0], labels=batch[1]).loss
+        return made
+
+    def optimize(weights: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        if row["optimizer"] == "adafactor":
+            return transformers.Adafactor(weights, lr=rate, scale_parameter=False, relative_step=False)
+        return torch.optim.AdamW(weights, lr=rate, foreach=False)
+
+    samples = [(torch.zeros(512, dtype=torch.int64), torch.zeros((), dtype=torch.int64))] * NEAR
+    workload = Workload(model=build, train_data=samples, loss=loss, optimizer=optimize, learning_rate=5e-5)
+    # Torch of that time set gradients to zero, and kept them: as in a second micro-batch.
+    return published(workload, "v100-16gb", precision=row["precision"])
+
+
+STEPS = {"litgpt": litgpt_step, "torchtitan": torchtitan_step, "bert-large-v100": bert_step}
+"""How the rows of a file of peaks are run."""
 
 
 def published(workload: Workload, profile: str, **values: Any) -> Published:
