@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import accumulate as running_sums
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.core.units import significant
+from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, loses_context
 from autobatch.planning import split_evenly
 from autobatch.rehearsal.rehearsal import on_copies
@@ -45,6 +46,8 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import describe
 
 SplitCheck = Literal["error", "note", "off"]
+Session: TypeAlias = Callable[[], AbstractContextManager[Meter]]
+"""Opens the meter of passes, with or without the budget."""
 CANDIDATES, READ_SECONDS = 256, 0.5
 """Samples of the run's beginning that the compared ones are chosen from, and the time to read them."""
 FEW_SAMPLES, MANY_SAMPLES, SECONDS = 8, 64, 5.0
@@ -128,6 +131,9 @@ def examine(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:
                 return Finding(unchecked="it takes 2 samples, and the batch has 1")
             start = setup.clock()
             finding = _compare(setup, evenly_spaced(samples, few))
+            if finding.unchecked is not None and micro_batch < few:
+                # Two samples may exceed a budget that holds one. A CPU often has more memory than its budget.
+                finding = _compare(setup, evenly_spaced(samples, few), setup.device.training)
             if (setup.clock() - start) * many > few * SECONDS:
                 return finding
             for size in (many, min(many, micro_batch)):
@@ -157,8 +163,11 @@ def _read(setup: Setup, ids: Sequence[int]) -> list[Any]:
     return sorted(samples, key=elements)
 
 
-def _compare(setup: Setup, samples: list[Any]) -> Finding:
-    """Compare samples with their parts, in the first type and mode of passes that tells."""
+def _compare(setup: Setup, samples: list[Any], session: Session | None = None) -> Finding:
+    """Compare samples with their parts, in the first type and mode of passes that tells.
+
+    ``session`` opens the meter of the passes; None for passes within the budget.
+    """
     size = len(samples)
 
     def collated(some: list[Any], seed: int = 1) -> Collated:
@@ -189,7 +198,7 @@ def _compare(setup: Setup, samples: list[Any]) -> Finding:
         # In eval mode dropout of attention and the like ends, and terms that only training has.
         for is_eval in (False, True):
             try:
-                with _open_passes(setup, dtype, is_eval=is_eval) as run:
+                with _open_passes(setup, dtype, session or setup.device.enforced, is_eval=is_eval) as run:
                     finding = _judge(run, (whole, size), parts, tolerance, setup)
             except Exception as error:
                 # A model that trains may still fail here (another type or mode), by no fault of its loss.
@@ -222,16 +231,19 @@ Run: TypeAlias = Callable[..., Pass]
 
 
 @contextmanager
-def _open_passes(setup: Setup, dtype: torch.dtype | None, *, is_eval: bool) -> Iterator[Run]:
+def _open_passes(
+    setup: Setup, dtype: torch.dtype | None, session: Session, *, is_eval: bool
+) -> Iterator[Run]:
     """Open a function that runs micro-batches as a step does, on temporary weights, within the block.
 
     Args:
         setup: the workload.
         dtype: type of the model and its batches; None for their own, and the precision of the run.
+        session: opens the meter of the passes.
         is_eval: True for the whole model in eval mode; False for only its dropout and BatchNorm.
     """
     setup = setup if dtype is None else replace(setup, precision="fp32")
-    with setup.device.enforced() as meter, on_copies(setup, meter) as train_state:
+    with session() as meter, on_copies(setup, meter) as train_state:
         model = train_state.model
         for tensor in [*model.parameters(), *model.buffers()]:
             if dtype is not None and tensor.is_floating_point():
