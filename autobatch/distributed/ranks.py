@@ -147,6 +147,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         return None
     try:
         launch = msgspec.convert(dict(environ), Launch, strict=False)
+        if "LOCAL_RANK" not in environ:  # hosts are filled one after the other
+            launch = msgspec.structs.replace(launch, local_rank=launch.rank % launch.local_world)
         wrong = f"RANK is {launch.rank}, and WORLD_SIZE is {world}"
     except msgspec.ValidationError as error:
         launch, wrong = None, str(error)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from autobatch import AutobatchError, CheckpointError, InputError
 from autobatch.distributed.group import LaunchedGroup, join_existing, join_loop
 from autobatch.distributed.launch import fail_before_joining, open_ranks
+from autobatch.distributed.ranks import read_launch
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 
@@ -40,6 +41,14 @@ def test_an_invalid_environment_is_named(change: dict[str, str | None], message:
     with pytest.raises(InputError, match=message):
         open_ranks(environ)
     assert fail_before_joining(environ, "line", is_common=True)
+
+
+def test_a_rank_has_its_place_on_its_host_also_from_a_launcher_that_gives_none() -> None:
+    environ = {**ENVIRON, "WORLD_SIZE": "8", "RANK": "6", "LOCAL_WORLD_SIZE": "4"}
+    for more, place in ({}, 2), ({"LOCAL_RANK": "3"}, 3):
+        launch = read_launch(environ | more)
+        assert launch is not None
+        assert launch.local_rank == place
 
 
 def test_a_rank_that_fails_alone_reports_it_and_torchrun_reads_the_line(tmp_path: Path) -> None:
