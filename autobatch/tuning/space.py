@@ -72,7 +72,7 @@ def knobs_of(setup: Setup, micro_batch: int, planned_steps: int, workers: int | 
         ),
         Knob(
             COMPILE,
-            ("off", "default", "reduce-overhead")[: 2 + device.gains_from_compile] if is_compiled else (),
+            ("off", "default") if is_compiled else (),
             device.compiler_missing or "",
             pays_off=device.gains_from_compile and planned_steps >= WORTH_COMPILING,
         ),

@@ -204,6 +204,7 @@ def test_a_rank_that_is_missing_is_named(server: RankServer, tmp_path: Path, act
     assert [one.code for one in ended][:2] == [1, 1]
 
 
+@pytest.mark.program
 @pytest.mark.distributed
 def test_a_rank_that_cannot_reach_the_store_leaves_too(server: RankServer, tmp_path: Path) -> None:
     ended = server.run(act_and_leave, str(tmp_path), cut_off, world=3, seconds=40)
