@@ -21,8 +21,6 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from autobatch.device.allocator.ledger import MemoryStats
-
 
 class Verdict(enum.Enum):
     """The meaning of an error for memory. In a chain of errors the first of these counts."""
@@ -172,16 +170,15 @@ def requested_bytes(error: BaseException) -> int | None:
     return None
 
 
-def is_below_budget(stats: MemoryStats, segment_bytes: int | None, budget_bytes: int) -> bool:
+def is_below_budget(held_bytes: int | None, segment_bytes: int | None, budget_bytes: int) -> bool:
     """Return whether something else than the budget refused a request, such as another process's memory.
 
     Args:
-        stats: Readings after the refusal. What was held counts: reserved bytes, or live ones without a cache.
-        segment_bytes: Bytes that the allocator asked for, at most; 0 or None if unknown.
+        held_bytes: Most bytes that the allocator held: reserved ones, or live ones without a cache.
+        segment_bytes: Bytes that it asked for, at most; 0 or None if unknown.
         budget_bytes: Bytes that it may hold.
     """
-    held = stats.peak_allocated_bytes if stats.peak_reserved_bytes is None else stats.peak_reserved_bytes
-    return bool(held is not None and segment_bytes and held + segment_bytes <= budget_bytes)
+    return bool(held_bytes is not None and segment_bytes and held_bytes + segment_bytes <= budget_bytes)
 
 
 def first_line(error: BaseException) -> str:

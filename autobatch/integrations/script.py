@@ -31,7 +31,6 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, DeviceRecord, LimitedBy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.cuda_allocator import TAKES_LOWEST, allocator_options, fraction_of
 from autobatch.device.oom import is_below_budget
 from autobatch.device.select import open_device
@@ -137,11 +136,7 @@ class Runner:
             is_error=error is not None,
             is_below_budget=bool(refused)
             and all(
-                is_below_budget(
-                    MemoryStats(peak_reserved_bytes=each["peak_reserved_bytes"]),
-                    each["refused_bytes"],
-                    budget,
-                )
+                is_below_budget(each["peak_reserved_bytes"], each["refused_bytes"], budget)
                 for each in refused
             ),
         )
@@ -176,13 +171,11 @@ class Runner:
 
     def new_allocator(self) -> CachingAllocator:
         """Return an empty model of the allocator, limited to the budget."""
-        budget, known = self.device.budget_bytes, self.recording
-        config = AllocatorConfig(
-            expandable_segments=known is not None and known.is_expandable,
-            falls=TAKES_LOWEST and known is not None and known.falls,
-            retries=False,
-        )
-        return CachingAllocator(budget, config)
+        grows, falls = False, False
+        if self.recording is not None:
+            grows, falls = self.recording.is_expandable, TAKES_LOWEST and self.recording.falls
+        config = AllocatorConfig(expandable_segments=grows, falls=falls, retries=False)
+        return CachingAllocator(self.device.budget_bytes, config)
 
 
 def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:

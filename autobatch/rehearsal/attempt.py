@@ -90,6 +90,7 @@ def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
         _check_first(rehearsal.steps[0].result, micro_batch, is_scaled=setup.precision == "fp16")
     failure, stats = rehearsal.failure, rehearsal.stats
     reason = setup.device.refuses(stats) if failure is None else failure.reason
+    held = stats.peak_allocated_bytes if stats.peak_reserved_bytes is None else stats.peak_reserved_bytes
     return Outcome(
         Attempt(
             micro_batch=micro_batch,
@@ -100,7 +101,7 @@ def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
             reason=reason,
             phase=None if failure is None else failure.phase,
             is_below_budget=failure is not None
-            and is_below_budget(stats, failure.requested_bytes, setup.device.budget_bytes),
+            and is_below_budget(held, failure.requested_bytes, setup.device.budget_bytes),
         ),
         rehearsal.trace,
     )
