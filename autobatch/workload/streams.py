@@ -217,6 +217,11 @@ class StreamReader:
                     "parts, which looks like a batch: write a function that yields its samples, for example "
                     "with `while True: yield from zip(*get_batch())`"
                 )
+            if isinstance(source, DataLoader) and source.batch_sampler is not None:
+                raise InputError(
+                    f"the function of Workload(train_data=…) returned {kind_of(source)}, which yields "
+                    "batches in place of samples: write Workload.from_loader(loader, …), or give its dataset"
+                )
         if not self.workers:
             return source
         if not isinstance(source, IterableDataset):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import autobatch
 from autobatch import InputError, Loss, NonFiniteError, Plan, WholeBatchLoss
@@ -159,6 +159,10 @@ PLAN = small_plan()
         (
             {"workload": make_workload(train_data=lambda: (torch.ones(4, 3), torch.ones(4)))},
             r"looks like a batch: .* yield from zip",
+        ),
+        (
+            {"workload": make_workload(train_data=lambda: DataLoader(points(), batch_size=4))},
+            r"a DataLoader, which yields batches in place of samples: .*from_loader",
         ),
         ({"steps": 0}, "steps must be a whole number of 1 or more, found 0"),
         ({"start": -1}, "start must be a whole number of 0 or more, found -1"),
