@@ -25,6 +25,7 @@ from autobatch.core.text import one_line
 from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResult, Result, TuneResult
 from autobatch.report.terminal import Terminal
 from autobatch.training.metrics import Sink, Until
+from autobatch.workload.contract import kind_of
 from autobatch.workload.reference import WorkloadSource
 
 ShowProgress = Progress | Literal["auto"] | bool
@@ -174,6 +175,8 @@ def fit(
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
     values = {"target_batch": target_batch, **options}
+    if not (until is None or callable(until)):
+        raise InputError(f"until must be a function of the record of a step, found {kind_of(until)}")
     result = _run("fit", values, workload, progress, sinks=tuple(sinks), until=until)
     return FitResult(**_fields(result))
 

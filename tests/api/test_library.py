@@ -48,6 +48,13 @@ def test_keywords_become_the_options_of_the_command_and_an_unknown_one_is_refuse
         getattr(autobatch, command)(max_microbatch=3, **required(command))
 
 
+def test_a_rule_that_cannot_be_called_is_refused(calls: list[Any]) -> None:
+    rule: Any = 5
+    with pytest.raises(InputError, match="until must be a function of the record of a step, found an int"):
+        autobatch.fit(target_batch=8, until=rule)
+    assert not calls
+
+
 class ATerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
