@@ -198,7 +198,7 @@ class _Run:
         self.metrics = Metrics(None)
         if not loop.engine.ranks.rank:
             logged, dropped = rewind_metrics(run.out / METRICS, batches_seen=loop.batches_seen)
-            self._dropped = dropped if run.is_exact else []
+            self._dropped = dropped if run.is_exact and run.resumed is not None else []
             settings = (run.options.by_name() | run.facts.get("plan", {})).items()
             trackers = open_trackers(
                 run.options.log,

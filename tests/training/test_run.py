@@ -61,6 +61,19 @@ def test_a_run_that_ends_out_of_memory_before_the_optimizer_step_writes_the_stat
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
 
 
+def test_a_run_that_its_launcher_starts_over_is_told_of_no_resume(tmp_path: Path) -> None:
+    """It failed before its first checkpoint, and its metrics are still there."""
+
+    class Notes(Progress):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    notes: list[str] = []
+    for _ in range(2):
+        train(open_loop(plain(), target_batch=8, micro_batch=4), settings(tmp_path), Notes())
+    assert notes == []
+
+
 class Table(torch.nn.Module):
     """Model that changes a buffer which is too large to be copied for every batch."""
 
