@@ -16,7 +16,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from benchmarks.recording import picture, play, rows_of
+from benchmarks.recording import picture
 from benchmarks.report import arguments
 
 IMAGES = Path(__file__).parent.parent / "docs" / "img"
@@ -84,10 +84,10 @@ def estimate() -> Path:
 
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder, MODEL).parent, MODEL)
-        drawn = picture(ESTIMATE, rows_of(play(ESTIMATE, folder, COLUMNS), COLUMNS), COLUMNS)
-    across, down = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawn)[0])
+        drawn = picture(ESTIMATE, folder, COLUMNS)
+    across, down = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn)[0])
     page = f'<html lang="en"><body style="margin:0">{drawn}'
-    return shoot(page, IMAGES / "estimate.png", width=WIDTH, height=WIDTH * down // across)
+    return shoot(page, IMAGES / "estimate.png", width=WIDTH, height=round(WIDTH * down / across))
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import autobatch
 from autobatch.step.optimizers import build_optimizers
 from autobatch.training.build import build_schedules
 from autobatch.workload.order import GlobalBatchSampler
-from benchmarks.recording import COMMAND, last_screen
+from benchmarks.recording import COMMAND, lines_of
 from tests.support.custom_loops import Sam
 from tests.support.libraries import installed
 from tests.support.rank_server import RankServer
@@ -43,7 +43,7 @@ def code_of(page: Path) -> list[str]:
 
 def promised(recording: Path) -> str:
     """Return the last screen of a recording without what the machine and the hour decide."""
-    screen = " ".join(" ".join(last_screen(recording.read_text(encoding="utf-8"))).split())
+    screen = " ".join(" ".join(lines_of(recording.read_text(encoding="utf-8"))).split())
     screen = re.sub(r"\d+\.[\d.]+|\d{8}-\d{6}|[\d,]+(?= samples/s)", "#", screen)
     # The tuner may choose another micro-batch. That of the probe stands before its trials.
     trials = r"trial .* (?=plan batch)", r"(?<=plan batch 1,024 in ).* (?=reached)", r"tuned .* (?=trained)"
