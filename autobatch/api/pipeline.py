@@ -15,13 +15,14 @@ import math
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 
 from autobatch.api.run import Run, agree_on_options, check_data_of_ranks, claim
-from autobatch.api.stages import OPENING, limit, open_workload, plan, tune
+from autobatch.api.stages import OPENING, examine_loss, limit, open_workload, plan, tune
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.options import Options
@@ -46,6 +47,7 @@ from autobatch.training.resume import (
 )
 from autobatch.training.run import RunInputs, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, move_earlier_run
+from autobatch.training.split_check import examine_run
 from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
 from autobatch.workload.contract import Workload, schedule_arguments
@@ -190,6 +192,9 @@ def resume(run: Run) -> ToTrain:
         progress.opened(setup.device.describe())
         progress.planned(stored)
         run.result = msgspec.structs.replace(earlier, plan=stored)
+        # Somebody may have edited it since. On the same hardware all ranks find the same.
+        finding = examine_loss(run, partial(examine_run, setup), is_shared=shares)
+        run.loss_notes = finding.notes(options.on_inexact_split, stored)
     else:
         progress.note(
             f"resuming from {checkpoint.path} with another {' and another '.join(changes)}: the batch, the "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -161,7 +162,11 @@ def tune(run: Run, steps: int = PLANNED_STEPS) -> None:
     if (has_trials or tunes_rate) and process.info.shards is not None:
         run.progress.note("nothing is tuned, because the ranks share the model")
         has_trials = tunes_rate = False
-    finding = _examine_loss(run)
+    finding = examine_loss(
+        run,
+        lambda *asked: process.call("the check of the loss", examine_run, *asked),
+        is_shared=process.info.shards is not None,
+    )
     if options.command == "tune":
         run.record(tuning=Tuning(notes=[] if has_trials else ["no trial was asked for"]))
     tuner = None
@@ -199,20 +204,24 @@ def tune(run: Run, steps: int = PLANNED_STEPS) -> None:
         run.progress.note(line)
 
 
-def _examine_loss(run: Run) -> Finding:
+def examine_loss(run: Run, check: Callable[[int, int, int], Finding], *, is_shared: bool) -> Finding:
     """Examine whether the loss can be split, before minutes are spent on trials.
+
+    Args:
+        run: with its plan.
+        check: examines a micro-batch, a target batch and a seed.
+        is_shared: True if ranks share the model.
 
     Raises:
         InputError: it cannot, the plan splits it, and ``--split-check`` asks for an error.
     """
     if run.options.on_inexact_split == "off":
         return Finding()
-    if run.process.info.shards is not None:
+    if is_shared:
         return SHARED
     run.progress.doing("checking that the loss can be split into micro-batches")
-    asked = run.plan.micro_batch, run.target, run.options.seed
     try:
-        finding = run.process.call("the check of the loss", examine_run, *asked)
+        finding = check(run.plan.micro_batch, run.plan.target_batch, run.options.seed)
     except AutobatchError as error:
         finding = Finding(unchecked=str(error))
     finding.notes(run.options.on_inexact_split, run.plan)

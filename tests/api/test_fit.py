@@ -18,7 +18,7 @@ from autobatch import InputError
 from autobatch.api import pipeline
 from autobatch.core.units import GiB, MiB
 from tests.support.probes import Listener, work
-from tests.support.training import apart, make_workload, points, weights
+from tests.support.training import apart, make_workload, mean_loss, points, weights
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 512, "trials": 0}
 
@@ -43,6 +43,13 @@ def test_a_resume_may_take_more_steps_and_smaller_micro_batches(tmp_path: Path) 
     done = fit(workload, tmp_path / "two", **longer, resume=True)
     assert (done.plan.micro_batch, done.training.samples) == (5, 7 * 32)
     assert apart(weights(done.model), weights(whole.model)) < 1e-12
+
+
+def test_a_resume_checks_the_loss_which_may_have_been_edited(tmp_path: Path) -> None:
+    fit(make_workload(), tmp_path, **SHORT)
+    edited = make_workload(loss=lambda model, batch: mean_loss(model, batch) * len(batch[0]))
+    with pytest.raises(InputError, match="sum"):
+        fit(edited, tmp_path, **SHORT, resume=True)
 
 
 def test_training_has_the_budget_of_the_probe_whatever_is_free_by_then(tmp_path: Path, monkeypatch) -> None:
