@@ -119,7 +119,7 @@ def read_words(
         while left and not has_value and (takes_all or not found) and _is_value(left[0]):
             found.append(left.pop(0))
         if not found:
-            if left and left[0][1:].isdigit():
+            if left and left[0][1:2].isdigit():
                 raise InputError(f"{option} must be {field.expected}, found {quoted(left[0])}")
             raise InputError(f"{option} has no value: give {field.expected}")
         values[field.name] = [*values.get(field.name, []), *found] if field.is_list else found[0]

@@ -81,6 +81,8 @@ def run_script(name: str, words: list[str]) -> int:
         raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(others[0])}")
     seconds = SECONDS.convert(given.pop("seconds", SECONDS.default), "--seconds")
     _, options = options_of(name, given)
+    if not command:
+        raise InputError(f"{name} takes a command after --, found none")
     for mark, meaning, example in PLACES[: 1 if name == "probe" else 2]:
         if not any(mark in word for word in command):
             raise InputError(

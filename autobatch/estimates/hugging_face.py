@@ -63,7 +63,7 @@ def refuse_model_options(workload: object, options: Options) -> None:
     }
     given = {name: getattr(options, name) for name in own if getattr(options, name) != own[name]}
     if given:
-        words = ", ".join(f"{name} {value}" for name, value in given.items())
+        words = ", ".join(f"--{name} {value}" for name, value in given.items())
         found = "the demo" if workload is None else workload if isinstance(workload, str) else "a Workload"
         raise InputError(
             f"{words}: only autobatch estimate {NAMED_MODEL}NAME takes that, found {found}: change its "

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
 
 
+DATA_WORDS = (
+    "a Dataset, a list of samples, or of whole tensors torch.utils.data.TensorDataset(inputs, targets)"
+)
+"""What data may be, in an error."""
 Collated: TypeAlias = Any
 """The return value of the workload's collate function, for a list of samples."""
 SampleT_co = TypeVar("SampleT_co", covariant=True)
@@ -227,6 +231,10 @@ class Workload:
                     f"{found}, which can be read only once, and a probe reads the first samples too: give "
                     "the function that makes it, without calling it"
                 )
+        elif isinstance(data, str) or (isinstance(data, Mapping) and 0 not in data):
+            raise InputError(f"{found}, whose entries are no samples: give {DATA_WORDS}")
+        elif data and isinstance(data, tuple) and all(_is_instance(part, "torch", "Tensor") for part in data):
+            raise InputError(f"{found} of tensors: give {DATA_WORDS}")
         elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
             raise InputError(f"{found}, without __getitem__ and __len__ (map-style)")
         elif not len(data):

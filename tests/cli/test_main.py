@@ -38,6 +38,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("doctor", "now"), "takes no arguments, found 'now'"),
     (("doctor", "--foo"), "there is no option --foo"),
     (("record", "--out", "a.pickle"), "a command after --"),
+    (("probe", "--memory-budget", "-1GiB"), "found '-1GiB'"),
+    (("probe", "--"), "takes a command after --, found none"),
     (("record", "--out"), "--out has no value: give a file"),
     (("estimate", "nowhere.py"), "there is no file nowhere.py"),
     (("pla" + ESCAPED,), r"'pla\x1b[31m'"),

@@ -156,5 +156,5 @@ def test_only_an_estimate_takes_a_name_and_only_a_name_takes_its_options(tmp_pat
     module = tmp_path / "hf.py"
     module.write_text("")
     assert check_reference(f"{module}:workload") == (str(module), "workload")
-    with pytest.raises(InputError, match=r"sequence 16, lora 4: only autobatch estimate hf:NAME takes that"):
+    with pytest.raises(InputError, match="--sequence 16, --lora 4: only autobatch estimate hf:NAME"):
         autobatch.estimate(sequence=16, lora=4, profile=GPUS)
