@@ -201,12 +201,16 @@ def _tuning_facts(tuning: Tuning, kind: Literal["main", "detail"]) -> Iterator[F
 
 
 def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:
-    """Describe a trial: ``bf16, channels-last: 24,372 samples/s (1.29 × the default)``."""
+    """Describe a trial: ``default: 24,372 samples/s``, ``bf16, channels-last: 1.29 × the default``.
+
+    Only the ratio is of one moment: the speed of a machine changes from trial to trial.
+    """
     what = knobs_in_words(changes) or "default"
     if trial.samples_per_s is None:
         return f"{what}: left out, {trial.note}"
-    ratio = f" ({trial.relative:.2f} × the default)" if changes and trial.relative is not None else ""
-    return f"{what}: {decimal(trial.samples_per_s, 3)} samples/s{ratio}"
+    if changes and trial.relative is not None:
+        return f"{what}: {trial.relative:.2f} × the default"
+    return f"{what}: {decimal(trial.samples_per_s, 3)} samples/s"
 
 
 def _training_facts(training: Training) -> Iterator[Fact]:

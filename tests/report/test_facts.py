@@ -72,7 +72,8 @@ def test_a_limit_of_another_configuration_is_not_shown_beside_the_plan() -> None
 
 def test_trials_numbers_and_choices_in_words() -> None:
     slower = Trial(number=1, samples_per_s=1234.5, relative=0.98)
-    assert describe_trial(slower, {"precision": "bf16"}) == "bf16: 1,234 samples/s (0.98 × the default)"
+    assert describe_trial(slower, {"precision": "bf16"}) == "bf16: 0.98 × the default"
+    assert describe_trial(slower, {}) == "default: 1,234 samples/s"
     assert [*map(words.decimal, (None, 0.00012345, 123456.7))] == ["unknown", "0.0001234", "123,457"]
     held_out = {"loss": None, "accuracy": 0.9722, "f1": 0.1017}
     assert words.metrics_in_words(held_out) == ["accuracy 97.22 %", "f1 0.1017", "loss not finite"]

@@ -25,7 +25,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
     "note": (("one line",), "note: one line"),
     "opened": ((a_device(),), "process 4312 /usr/bin/python3 -m notebook: 3.00 GiB"),
     "attempted": ((a_probe().attempts[0],), "probe         1  fits          peak  1.22 GiB    0.20 s"),
-    "measured": ((TRIAL, 8, TRIAL.parameters), "trial   2/8  bf16: 1,234 samples/s (1.23 × the default)"),
+    "measured": ((TRIAL, 8, TRIAL.parameters), "trial   2/8  bf16: 1.23 × the default"),
     "tried_rate": ((RATE, 10), "rate    1/10  0.004  left out, diverged"),
     "stepped": ((a_step(12), 120), "step        12/120  loss 1."),
 }
