@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,13 +176,8 @@ def torchtitan_step(checkouts: Path, row: Row) -> Published:
         return torch.optim.AdamW(weights, lr=rate, foreach=True)
 
     samples = [(torch.zeros(sequence, dtype=torch.int64),) * 2] * NEAR
-    workload = Workload(
-        model=lambda: models.Transformer.from_model_args(config),
-        train_data=samples,
-        loss=loss,
-        optimizer=optimize,
-        learning_rate=3e-4,
-    )
+    build = partial(models.Transformer.from_model_args, config)
+    workload = Workload(model=build, train_data=samples, loss=loss, optimizer=optimize, learning_rate=3e-4)
     step, gpus, gpu = published(workload, "h100-80gb", precision="fp32")
     return replace(step, sharding=sharding, steps=(1, 1), max_grad_norm=1.0), gpus, gpu
 
@@ -190,13 +186,8 @@ def bert_step(_: Path, row: Row) -> Published:
     """Return fine-tuning of BERT-large as the Trainer of transformers ran it, on sequences of 512."""
     import transformers
 
-    config = transformers.BertConfig(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        attn_implementation="eager",
-    )
+    large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+    config = transformers.BertConfig(**large, intermediate_size=4096, attn_implementation="eager")
 
     def build() -> nn.Module:
         model = transformers.BertForSequenceClassification(config).train()
