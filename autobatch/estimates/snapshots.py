@@ -27,7 +27,7 @@ from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import FREE, Replay, Trace, replay
+from autobatch.device.allocator.trace import Replay, Trace, replay
 from autobatch.device.cuda_allocator import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
@@ -158,7 +158,7 @@ def _explained(path: Path, gpus: Gpus) -> Estimates:
         peak_reserved_bytes=peak,
         needed_bytes=needed,
         expandable_bytes=expandable,
-        memory=_by_line(_live_at(ran, end), recording.stacks),
+        memory=_by_line(ran.live_after(end), recording.stacks),
         fits={gpu: needed <= budget for gpu, budget in budgets.items()},
         fits_expandable={gpu: expandable <= budget for gpu, budget in budgets.items()},
         refused=None if refused is None else _refusal(refused, held.allocated_bytes),
@@ -221,7 +221,7 @@ class _Program(NamedTuple):
         trace = program.at(size)
         outcome = replay(trace, gpu_allocator(None, last.is_expandable))
         reserved = outcome.peak_reserved_bytes or 0
-        live = _live_at(trace, outcome.peak_at)
+        live = trace.live_after(outcome.peak_at)
         apart = sum(live[block] for block in unpaired & live.keys())
         share = apart / sum(live.values())
         if share > MOST_GUESSED:
@@ -262,7 +262,7 @@ class _Program(NamedTuple):
         asked, target = self.options.micro_batch, self.options.target_batch
         found = spending.predict(self.step, asked)
         trace = self.step.program.at(max(1, found.micro_batch))
-        live = _live_at(trace, replay(trace, CountingAllocator()).peak_at)
+        live = trace.live_after(replay(trace, CountingAllocator()).peak_at)
         if self.apart_bytes:  # it may have grown with the size
             margin = self.apart_bytes * max(1, found.micro_batch / self.size - 1) / budget
             wider = self.step._replace(margin=min(1.0, self.step.margin + margin))
@@ -288,17 +288,6 @@ class _Program(NamedTuple):
             world_size=world,
             seconds=0.0,
         )
-
-
-def _live_at(trace: Trace, end: int) -> dict[int, int]:
-    """Return the bytes of the blocks that are live after an event, by their numbers."""
-    live: dict[int, int] = {}
-    for block, size in trace.events[: end + 1]:
-        if size == FREE:
-            live.pop(block, None)
-        else:
-            live[block] = size
-    return live
 
 
 def _by_line(live: dict[int, int], stacks: Sequence[Stack]) -> dict[str, int]:

@@ -102,15 +102,9 @@ def explain(trace: Trace) -> Explanation:
     trace = trace.canonical()
     outcome = replay(trace, CountingAllocator())
     labels = labels_of(trace)
-    live: dict[int, int] = {}
-    for block, size in trace.events[: outcome.peak_at + 1]:
-        if size == FREE:
-            live.pop(block, None)
-        else:
-            live[block] = size
     by_kind: Counter[str] = Counter()
     by_module: Counter[str] = Counter()
-    for block, size in live.items():
+    for block, size in trace.live_after(outcome.peak_at).items():
         kind, part = labels[block]
         by_kind[kind] += size
         if kind == ACTIVATIONS:

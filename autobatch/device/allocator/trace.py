@@ -41,6 +41,16 @@ class Trace:
         at = bisect_right(self.marks, index, key=lambda mark: mark[0])
         return self.marks[at - 1][1] if at else None
 
+    def live_after(self, index: int) -> dict[int, int]:
+        """Return the bytes of the blocks that are live after an event, by their numbers."""
+        live: dict[int, int] = {}
+        for block, size in self.events[: index + 1]:
+            if size == FREE:
+                live.pop(block, None)
+            else:
+                live[block] = size
+        return live
+
     def canonical(self) -> Trace:
         """Return the same trace with blocks numbered in the order of allocation, and with sorted frees.
 
