@@ -160,10 +160,12 @@ class WorstCaseSampler:
         read, count = len(self._costs), len(self._data)
         if read == count:
             return []
-        return [
-            f"the sizes of only {read:,} of {count:,} samples could be read in time: give "
-            "Workload(size_of=…) so that all are read faster"
-        ]
+        how = "Workload(size_of=…), with which all are read faster"
+        if len({*self._costs.values()}) == 1:
+            return [
+                f"the {read:,} of {count:,} samples that were read in time have one size: else give {how}"
+            ]
+        return [f"the sizes of only {read:,} of {count:,} samples could be read in time: give {how}"]
 
     def sizes(self) -> NDArray[np.float64] | None:
         """Return the cost of each sample by its index; None if the time limit left some unread."""

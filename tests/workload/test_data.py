@@ -57,6 +57,7 @@ def test_a_scan_ends_in_time_and_says_what_it_left_out(lengths, seconds: float, 
     data = Slow(lengths)
     worst_case = sampler(data, lambda: data.now)
     assert ["of 1,000 samples" in note for note in worst_case.notes] == [True] * (not is_all)
+    assert ["have one size" in note for note in worst_case.notes] == [len({*lengths}) == 1] * (not is_all)
     assert seconds < data.now <= seconds + 2
     assert len(worst_case.order) == data.now
     assert (worst_case.sizes() is not None) is is_all
