@@ -233,7 +233,7 @@ class Workload:
                 )
         elif isinstance(data, str) or (isinstance(data, Mapping) and 0 not in data):
             raise InputError(f"{found}, whose entries are no samples: give {DATA_WORDS}")
-        elif data and isinstance(data, tuple) and all(_is_instance(part, "torch", "Tensor") for part in data):
+        elif isinstance(data, tuple) and data and all(_is_instance(part, "torch", "Tensor") for part in data):
             raise InputError(f"{found} of tensors: give {DATA_WORDS}")
         elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
             raise InputError(f"{found}, without __getitem__ and __len__ (map-style)")

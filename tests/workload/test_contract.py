@@ -57,6 +57,7 @@ class Repeated(list[int]):
         ("train_data", None, "found nothing"),
         ("train_data", [], "has 0 samples"),
         ("train_data", (), "has 0 samples"),
+        ("train_data", torch.zeros(0), "has 0 samples"),
         ("train_data", "mnist", "found a str, .*Dataset"),
         ("train_data", {"x": torch.zeros(3)}, "found a dict, .*TensorDataset"),
         ("train_data", (torch.zeros(3, 2), torch.zeros(3)), "found a tuple of tensors: .*TensorDataset"),
