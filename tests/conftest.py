@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.leftovers import no_leftovers
-from tests.support.rank_server import RankServer, rank_server, warm_context
+from tests.support.rank_server import RankServer, warm_context
 
 SEED = 271828
 """Of what a test draws with no seed of its own."""
@@ -143,14 +143,12 @@ def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def runner() -> Iterator[RankServer]:
-    """Start a server in each worker, for scripts: its imports take as long as those of one script."""
-    with rank_server() as server:
-        yield server
+def runner() -> RankServer:
+    """Run scripts in any worker: the imports of its server take as long as those of one script."""
+    return RankServer()
 
 
-@pytest.fixture(scope="session", name="server")
-def opened_server() -> Iterator[RankServer]:
-    """Start one warm server of ranks for all tests of this process, if any of them asks for it."""
-    with rank_server() as server:
-        yield server
+@pytest.fixture(scope="session")
+def server() -> RankServer:
+    """Run ranks, all tests of which share a worker and so a server."""
+    return RankServer()
