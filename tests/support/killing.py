@@ -4,13 +4,12 @@
 
 With ``fed``, each child has another number of loader workers and seeds its samples one by one. The children
 are forked, so that none has to import torch. This process never runs backward, after which a fork cannot
-train. Prints a JSON object after every kill; the last one is the result.
+train.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing.util
 import os
 import random
@@ -18,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors.torch  # noqa: F401, a writer imports it: most kills would hit that
@@ -48,7 +47,7 @@ class Acknowledging(Progress):
         os.write(self._file, f"{step.step - 1}\n".encode())
 
 
-def child(folder: Path, workers: int | None) -> None:
+def resume(folder: Path, workers: int | None) -> None:
     """Resume from the newest checkpoint or start; write the fingerprint of weights and averages."""
     workload, options = run_of("augmented, averaged")
     loop = make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **options)
@@ -60,7 +59,6 @@ def child(folder: Path, workers: int | None) -> None:
     seeded = {"workers": workers or 0, "seeds_samples": workers is not None}
     with open_feed(workload, loop.sampler, **seeded) as loop.feed:
         train(loop, run, Acknowledging(folder / "acknowledged"))
-    assert loop.train_state.average is not None
     (folder / "done").write_text(fingerprint(loop.train_state.model, *loop.train_state.average.tensors()))
 
 
@@ -72,14 +70,14 @@ def forked(folder: Path, workers: int | None) -> int:
         status = 1
         os.dup2(2, 1)  # whoever reads this program does not wait for a worker that outlives a killed child
         try:
-            child(folder, workers)
+            resume(folder, workers)
             status = 0
         finally:
             os._exit(status)
     return pid
 
 
-def check(folder: Path) -> None:
+def check_killed(folder: Path) -> None:
     """Check that no acknowledged checkpoint is lost."""
     path = folder / "acknowledged"
     acknowledged = int(path.read_text().split()[-1]) if path.exists() and path.stat().st_size else 0
@@ -89,20 +87,11 @@ def check(folder: Path) -> None:
     assert newest is None or not newest.passed_over, newest.passed_over
 
 
-def check_orphans() -> None:
-    """Check that every loader worker of a killed child, whose parent this process is then, ends too."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                time.sleep(0.05)
-        except ChildProcessError:
-            return
-    raise AssertionError("a loader worker outlives its killed parent")
+def kill(root: Path, kills: int, seed: int, fed: bool = False) -> tuple[int, int]:
+    """Kill so many children, and compare each run that ends with one that nothing disturbed; count both.
 
-
-def kill(root: Path, kills: int, seed: int, *, fed: bool) -> Iterator[dict[str, int]]:
-    """Kill so many children, and compare each run that ends with one that nothing disturbed; yield counts."""
+    Every loader worker of a killed child, whose parent this process is then, must end too.
+    """
     torch.set_num_threads(1)
     if sys.platform == "linux":
         assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
@@ -111,10 +100,8 @@ def kill(root: Path, kills: int, seed: int, *, fed: bool) -> Iterator[dict[str, 
     draw, start = random.Random(seed), time.monotonic()
     assert os.waitpid(forked(root / "straight", 0 if fed else None), 0)[1] == 0
     whole = time.monotonic() - start
-    expected = (root / "straight" / "done").read_text()
-    killed = finished = 0
-    folder = root / "killed"
-    while killed < kills or not finished:
+    killed, ended, folder = 0, 0, root / "killed"
+    while killed < kills or not ended:
         pid = forked(folder, draw.choice([0, 1, 2]) if fed else None)
         if killed < kills:
             time.sleep(draw.uniform(0, whole / 2))
@@ -122,21 +109,24 @@ def kill(root: Path, kills: int, seed: int, *, fed: bool) -> Iterator[dict[str, 
         status = os.waitpid(pid, 0)[1]
         if os.WIFSIGNALED(status):
             killed += 1
-            check(folder)
+            check_killed(folder)
         else:
             assert status == 0
-            assert (folder / "done").read_text() == expected
+            assert (folder / "done").read_text() == (root / "straight" / "done").read_text()
             assert len((folder / "metrics.jsonl").read_text().splitlines()) == STEPS
             assert not [path for path in (folder / "checkpoints").iterdir() if "tmp" in path.name]
-            finished += 1
+            ended += 1
             shutil.rmtree(folder)
-        yield {"killed": killed, "finished": finished}
-    check_orphans()
+    deadline = time.monotonic() + 60
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            os.waitpid(-1, os.WNOHANG)
+            assert time.monotonic() < deadline, "a loader worker outlives its killed parent"
+            time.sleep(0.05)
+    return killed, ended
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 4:
-        sys.exit("usage: python -m tests.support.killing FOLDER KILLS SEED [fed]")
-    for counts in kill(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), fed="fed" in sys.argv[4:]):
-        sys.stdout.write(json.dumps(counts) + "\n")
-        sys.stdout.flush()
+    folder, kills, seed, *fed = sys.argv[1:]
+    killed, ended = kill(Path(folder), int(kills), int(seed), bool(fed))
+    sys.stdout.write(f"{killed} killed, {ended} ended with the weights of the run that was not\n")
