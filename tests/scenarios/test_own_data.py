@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ import autobatch
 from autobatch import FitResult, InputError, Workload
 from autobatch.workload.order import sampler_order
 from tests.support.libraries import installed
-from tests.support.training import make_workload, mean_loss, network, points, weights
+from tests.support.training import make_workload, mean_loss, network, points, reference, weights
 
 SAMPLES = 20
 POINTS = points(SAMPLES, seed=5)
+TWICE = torch.arange(2 * SAMPLES) % SAMPLES
+"""The samples of two epochs in their order."""
 OPTIONS: dict[str, Any] = {"target_batch": 6, "max_micro_batch": 4, "device": "cpu", "trials": 0}
 
 
@@ -36,26 +38,10 @@ def fit(workload: Workload, out: Path, **options: Any) -> FitResult:
     return autobatch.fit(workload, out=out, **{**OPTIONS, **options})
 
 
-def batch_of(ids: Iterable[int]) -> tuple[Tensor, ...]:
-    places = list(ids)
-    return tuple(column[places] for column in POINTS.columns)
-
-
-def in_order(steps: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the batches of a stream that begins anew at its end."""
-    return (batch_of((6 * step + place) % SAMPLES for place in range(6)) for step in range(steps))
-
-
-def by_hand(batches: Iterable[Any], seed: int = 0) -> Tensor:
-    """Train on whole batches by hand, and return the weights."""
-    torch.manual_seed(seed)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in batches:
-        optimizer.zero_grad()
-        mean_loss(model, batch).backward()
-        optimizer.step()
-    return weights(model)
+def by_hand(order: Sequence[int], seed: int = 0) -> Tensor:
+    """Train on whole batches of the samples in an order by hand, and return the weights."""
+    batches = [order[at : at + 6] for at in range(0, len(order), 6)]
+    return reference(make_workload(train_data=POINTS), batches, mean_loss, seed=seed)[0]
 
 
 def assert_trained(result: FitResult, expected: Tensor) -> None:
@@ -72,9 +58,8 @@ def test_the_batches_are_those_of_the_sampler(tmp_path: Path, workers: int) -> N
     workload = weighted(1.0, 9.0, workers=workers)
     result = fit(workload, tmp_path / "run", steps=5, seed=3)
     order = sampler_order(workload.sampler or (), SAMPLES, 3)
-    drawn = [*order(0), *order(1)]
     assert result.plan.accumulation_steps == 2
-    assert_trained(result, by_hand((batch_of(drawn[6 * step : 6 * step + 6]) for step in range(5)), seed=3))
+    assert_trained(result, by_hand([*order(0), *order(1)][:30], seed=3))
 
 
 def test_a_resumed_run_goes_on_with_the_same_samples_and_no_other_sampler(tmp_path: Path) -> None:
@@ -101,9 +86,9 @@ def test_the_averaged_weights_of_a_schedule_free_optimizer_are_validated_and_exp
     model = network()
     made = optimizer(model.parameters(), 0.1)
     made.train()
-    for batch in in_order(6):
+    for ids in TWICE[:36].view(6, 6):
         made.zero_grad()
-        mean_loss(model, batch).backward()
+        mean_loss(model, [column[ids] for column in POINTS.columns]).backward()
         made.step()
     trained = weights(model).clone()
     made.eval()
@@ -143,9 +128,8 @@ def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
         result = fit(make_workload(train_data=stream), tmp_path / "run", epochs=2)
     assert "so the stream is read once to its end" in caplog.text
     assert "this is planned from its first 8 samples" in caplog.text
-    batches = torch.arange(2 * SAMPLES).split(6)
-    assert (result.training.optimizer_steps, result.training.samples) == (len(batches), 2 * SAMPLES)
-    assert_trained(result, by_hand(batch_of((ids % SAMPLES).tolist()) for ids in batches))
+    assert (result.training.optimizer_steps, result.training.samples) == (7, 2 * SAMPLES)
+    assert_trained(result, by_hand(TWICE.tolist()))
 
 
 def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empty_one_is_refused() -> None:
@@ -163,7 +147,7 @@ def test_a_run_in_steps_needs_no_end_of_the_stream_and_resumes_within_it(
     workload = make_workload(train_data=endless)
     whole = fit(workload, tmp_path / "whole", steps=5)
     assert (whole.training.optimizer_steps, whole.training.samples) == (5, 30)
-    assert_trained(whole, by_hand(in_order(5)))
+    assert_trained(whole, by_hand(TWICE[:30].tolist()))
     fit(workload, tmp_path / "parts", steps=4)
     with caplog.at_level(logging.INFO, logger="autobatch"):
         parts = fit(workload, tmp_path / "parts", steps=5, resume=True)

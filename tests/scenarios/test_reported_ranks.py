@@ -5,33 +5,36 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import autobatch
-from autobatch import FitResult, Loss, Plan, Progress, StepRecord, Workload
-from autobatch.workload.rng import seed_everything
+from autobatch import AutobatchError, InputError, Loss, Plan, StepRecord
+from tests.support.probes import Listener
 from tests.support.ragged import Sequences, ragged_workload
 from tests.support.rank_server import RankServer
-from tests.support.training import Rows, apart, make_workload, mean_loss, network, points, token_loss, weights
+from tests.support.runs import fit
+from tests.support.training import (
+    Rows,
+    apart,
+    make_workload,
+    mean_loss,
+    network,
+    points,
+    reference,
+    token_loss,
+    weights,
+)
 
 pytestmark = pytest.mark.distributed
-COMMON: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "trials": 0, "seed": 3}
 LARGE = 2**19
 """Elements of a buffer that no run copies at every step."""
 LONGEST = 48
 """Tokens of the longest sample."""
 
 
-def fit(workload: Workload, out: str, listener: Progress, **options: Any) -> FitResult:
-    with patch("autobatch.report.page.write_report"):
-        return autobatch.fit(workload, out=out, progress=listener, **{**COMMON, **options})
-
-
-class Started(Progress):
+class Started(Listener):
     """Listener that knows how many steps of the training are done."""
 
     steps = 0
@@ -59,7 +62,6 @@ class Queued(nn.Module):
 
 def end_of_skipped_step(out: str) -> str:
     """Let the third step have no finite loss, and rank 1 alone write a large buffer; return its error."""
-    torch.set_num_threads(1)
     listener = Started()
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -69,11 +71,10 @@ def end_of_skipped_step(out: str) -> str:
         model.queue.add_(1)
         return found * float("nan")
 
-    workload = make_workload(model=Queued, loss=loss)
-    options = {"on_nonfinite": "skip", "collective_timeout": 6}
+    options = {"on_nonfinite": "skip", "collective_timeout": 6, "target_batch": 8, "steps": 6}
     try:
-        fit(workload, out, listener, target_batch=8, steps=6, **options)
-    except autobatch.AutobatchError as error:
+        fit(make_workload(model=Queued, loss=loss), Path(out), listener=listener, **options)
+    except AutobatchError as error:
         return type(error).__name__
     return "ended"
 
@@ -90,15 +91,13 @@ def validate_longest(out: str, options: dict[str, Any]) -> tuple[str, int]:
     Returns:
         How the run ended, and its optimizer steps.
     """
-    torch.set_num_threads(1)
     data = Sequences(2000, LONGEST)
     longest = [data[index] for index in range(2000) if len(data[index][0]) == LONGEST]
+    listener = Started()
 
     def model() -> nn.Module:
         layers = nn.Embedding(7, 64), nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 7)
         return nn.Sequential(*layers).double()
-
-    listener = Started()
 
     def loss(model: Any, batch: Any) -> Loss:
         is_validated = listener.steps and not torch.is_grad_enabled()
@@ -109,9 +108,10 @@ def validate_longest(out: str, options: dict[str, Any]) -> tuple[str, int]:
     workload = ragged_workload(
         model=model, loss=loss, train_data=Sequences(96, LONGEST), validation_data=longest
     )
+    options = {"target_batch": 48, "steps": 2, "memory_budget": "3MiB", **options}
     try:
-        found = fit(workload, out, listener, target_batch=48, steps=2, memory_budget="3MiB", **options)
-    except autobatch.AutobatchError as error:
+        found, _ = fit(workload, Path(out), listener=listener, **options)
+    except AutobatchError as error:
         return f"{type(error).__name__}: {error}", listener.steps
     assert found.plan.split == options["split"]
     return "ended", listener.steps
@@ -150,12 +150,11 @@ def halves() -> Rows:
 
 def train_experts(out: str, parallel: str) -> Tensor | str:
     """Train on batches of which each rank has the samples of one expert; return how it ended."""
-    torch.set_num_threads(1)
     workload = make_workload(model=Routed, train_data=halves(), sampler=list(range(16)))
-    options = {"target_batch": 8, "max_micro_batch": 4, "steps": 2, "parallel": parallel}
+    options = {"target_batch": 8, "max_micro_batch": 4, "steps": 2, "parallel": parallel, "seed": 3}
     try:
-        return weights(fit(workload, out, Started(), **options).model)
-    except autobatch.InputError as error:
+        return weights(fit(workload, Path(out), **options)[0].model)
+    except InputError as error:
         return type(error).__name__
 
 
@@ -163,14 +162,8 @@ def test_ranks_may_each_use_another_part_of_a_model_unless_they_share_it(
     server: RankServer, tmp_path: Path
 ) -> None:
     """FSDP2 would add the gradient of one expert to that of the other."""
-    inputs, labels = halves().columns
-    seed_everything(COMMON["seed"])
-    model = Routed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in (slice(0, 8), slice(8, 16)):
-        optimizer.zero_grad()
-        mean_loss(model, (inputs[batch], labels[batch])).backward()
-        optimizer.step()
+    workload = make_workload(model=Routed, train_data=halves())
+    expected, _ = reference(workload, [range(8), range(8, 16)], mean_loss, seed=3)
     for found in server.values(train_experts, str(tmp_path / "replicate"), "replicate"):
-        assert apart(found, weights(model)) < 1e-12
+        assert apart(found, expected) < 1e-12
     assert server.values(train_experts, str(tmp_path / "shard"), "shard") == ["InputError"] * 2
