@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from autobatch.core.errors import InputError
 from autobatch.core.largest import Bracket, most_asked, told_apart
 from autobatch.core.records import Attempt, LimitedBy, Probe, UpperBoundBy
 from autobatch.device.allocator.ledger import Allocator
@@ -75,8 +76,8 @@ def find_largest(
 
     Args:
         run: makes an attempt, and returns the error of one that fails for another reason than memory.
-        caps: the limits of the micro-batch besides memory, in samples, each at least ``multiple``; None for
-            no limit. The first that the answer reaches limits it.
+        caps: the limits of the micro-batch besides memory, in samples; None for no limit. The first that the
+            answer reaches limits it.
         new_allocator: returns an empty model of the device's allocator, limited to the budget.
         multiple: the number whose multiples run.
         known: an earlier limit, whose programs give the first size; a run that agrees with them ends the
@@ -84,10 +85,16 @@ def find_largest(
         first: the first size without one.
 
     Raises:
+        InputError: the caps leave no multiple.
         Exception: the first error, if nothing fits, and the smallest size for another reason than memory.
     """
+    if (most := min(filter(None, caps.values()))) < multiple:
+        raise InputError(
+            f"no multiple of {multiple:,} (--micro-batch-multiple) is a micro-batch of at most {most:,} "
+            "samples: give a larger --max-micro-batch, a larger target batch or more data"
+        )
     runs = Runs(new_allocator, () if known is None else known.programs())
-    search = _Search(run, min(filter(None, caps.values())) // multiple, multiple, runs)
+    search = _Search(run, most // multiple, multiple, runs)
     search.begin(first, known)
     search.find()
     answer, attempts = search.low * multiple, search.attempts

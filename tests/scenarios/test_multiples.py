@@ -67,8 +67,11 @@ def test_a_plan_has_multiples_only_and_trains(largest: int, tmp_path: Path) -> N
     assert all(size % 2 == 0 for size in SEEN)
 
 
-def test_a_target_that_is_no_multiple_is_refused_before_anything_has_run() -> None:
+def test_a_size_or_target_that_is_no_multiple_is_refused_before_anything_has_run() -> None:
     SEEN.clear()
-    with pytest.raises(InputError, match=r"25 is no multiple of 2.*use 26"):
-        autobatch.plan(work(loss=in_multiples_of(2)), target_batch=25, device="cpu", micro_batch_multiple=2)
+    asked = {"device": "cpu", "micro_batch_multiple": 4}
+    with pytest.raises(InputError, match=r"25 is no multiple of 4.*use 28"):
+        autobatch.plan(work(loss=in_multiples_of(4)), target_batch=25, **asked)
+    with pytest.raises(InputError, match=r"multiple of 4.*at most 3"):
+        autobatch.probe(work(loss=in_multiples_of(4)), max_micro_batch=3, **asked)
     assert not SEEN
