@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from autobatch.core.errors import InputError
 from autobatch.core.text import error_text
-from autobatch.device.allocator.trace import COMMON_POOL, FREE, RELEASES, Trace, stream_of, trace_of
+from autobatch.device.allocator.trace import COMMON_POOL, RELEASES, Trace, stream_of, trace_of
 
 Entry = Mapping[str, Any]
 GROWS = {"segment_alloc": 1, "segment_map": 1} | dict.fromkeys(RELEASES, -1)
@@ -122,73 +122,57 @@ def read_recordings(path: Path) -> list[Recording]:
     return sorted(recordings, key=lambda recording: -recording.peak_reserved_bytes)
 
 
-class _Block(NamedTuple):
-    """A block of a recording, with what a trace does not hold."""
-
-    size: int
-    stream: int
-    """Number of its stream, with its private pool."""
-    stack: Stack
-
-
 def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings: str) -> Recording:
     """Read the events of one GPU."""
     placed = [entry["addr"] for entry in entries if entry["action"] == "segment_alloc"]
     peak, refused, refused_at = _course(entries, sum(segment["total_size"] for segment in segments))
+    older, stack_of, stacks = _older(entries, segments), _interned(), list[Stack]()
+    sizes = [int(block["size"]) for block in older]
     if refused_at is not None:  # as the last allocation
-        entries[refused_at] = {**entries[refused_at], "action": "alloc", "addr": None}
-    end = 1 + sum(entry["action"] in ("alloc", "free_completed") for entry in entries[:refused_at])
-    blocks: list[_Block] = []
-    """Those of the events, and then those that are older and stay."""
-    live: set[int | None] = set()
-    """Addresses of the blocks that were made and not freed."""
-    streams: dict[object, int] = {}
-    stack_of = _interned()
-
-    def note(entry: Entry, size: int, frames: Any) -> None:
-        if size < 0:
-            raise ValueError(f"a block has {size} bytes")
-        stream = streams.setdefault(stream_of(entry), len(streams))
-        blocks.append(_Block(size, stream, stack_of(frames or ())))
+        entries[refused_at:] = [{**entries[refused_at], "action": "alloc", "addr": None}]
 
     def noted() -> Iterator[Entry]:
-        """Yield the entries, and note their blocks."""
-        for at, entry in enumerate(entries):
-            entries[at] = {}  # millions of them take a gigabyte
-            is_new = entry["action"] == "alloc"
-            if is_new or entry["action"] == "free_completed":
-                frames = entry.get("frames") if is_new else ()
-                note(entry, int(entry["size"]), frames)
-                (live.add if is_new else live.discard)(entry["addr"])
-            yield entry
+        """Yield the blocks that are older and then the entries, and note the stacks of all blocks."""
+        for part in (older, entries):
+            for at, entry in enumerate(part):
+                part[at] = {}  # millions of them take a gigabyte
+                if entry["action"] == "alloc":
+                    if entry["size"] < 0:
+                        raise ValueError(f"a block has {entry['size']} bytes")
+                    stacks.append(stack_of(entry.get("frames") or ()))
+                yield entry
 
-    trace = trace_of(noted())
-    held = [(segment, block) for segment in segments for block in segment["blocks"]]
-    for segment, block in sorted(held, key=lambda pair: (pair[1]["size"], pair[1]["address"])):
-        if str(block["state"]).startswith("active") and block["address"] not in live:
-            size = int(block.get("requested_size") or block["size"])
-            note(segment, size, block.get("frames"))
-    freed = [block for (number, _), block in zip(trace.events, blocks, strict=False) if number < 0]
-    older, events = freed + blocks[len(trace.events) :], trace.events[:end]
-    ordered = older + [block for (_, size), block in zip(events, blocks, strict=False) if size != FREE]
-    whole = (*((-1 - at, block.size) for at, block in enumerate(older)), *events)
     private = [part for part in segments if stream_of(part)[1] != COMMON_POOL]
     return Recording(
         device=device,
-        trace=Trace(
-            whole,
-            releases=tuple(len(older) + at for at in trace.releases),
-            streams=tuple(block.stream for block in ordered),
-        ).canonical(),
-        stacks=[block.stack for block in ordered],
+        trace=trace_of(noted()).canonical(),
+        stacks=stacks,
         peak_reserved_bytes=peak,
-        older=(len(older), sum(block.size for block in older)),
+        older=(len(sizes), sum(sizes)),
         private_bytes=sum(segment["total_size"] for segment in private),
         is_expandable=any(segment.get("is_expandable") for segment in segments),
         falls=len(placed) > 1 and placed == sorted(placed, reverse=True),
         settings=settings,
         refused=refused,
     )
+
+
+def _older(entries: Sequence[Entry], segments: Sequence[Entry]) -> list[Entry]:
+    """Return the blocks that are older than the recording, as allocations: first those that it frees."""
+    live, older = set[int](), list[Entry]()
+    for entry in entries:
+        if entry["action"] == "alloc":
+            live.add(entry["addr"])
+        elif entry["action"] == "free_completed" and entry["addr"] in live:
+            live.remove(entry["addr"])
+        elif entry["action"] == "free_completed":
+            older.append({**entry, "action": "alloc", "frames": ()})
+    held = [(segment, block) for segment in segments for block in segment["blocks"]]
+    for segment, block in sorted(held, key=lambda pair: (pair[1]["size"], pair[1]["address"])):
+        if str(block["state"]).startswith("active") and block["address"] not in live:
+            made = {"action": "alloc", "addr": block["address"], "frames": block.get("frames")}
+            older.append({**segment, **made, "size": block.get("requested_size") or block["size"]})
+    return older
 
 
 def _course(entries: Sequence[Entry], reserved_at_end: int) -> tuple[int, OutOfMemory | None, int | None]:
