@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
@@ -156,13 +156,13 @@ class Gpus:
         return notes
 
 
-def gpu_allocator(limit: int | None, expandable: bool = False, *, held_bytes: int = 0) -> CachingAllocator:
-    """Return a model of a GPU's allocator that holds so many bytes.
+def gpu_allocator(limit: int | None, expandable: bool = False, **settings: Any) -> CachingAllocator:
+    """Return a model of a GPU's allocator with these settings; see `AllocatorConfig`.
 
     As on the GPU itself, a step does not fit if the allocator has to empty its cache to find memory for it:
     each later step would do so too, and take several times as long.
     """
-    config = AllocatorConfig(expandable_segments=expandable, held_bytes=held_bytes, retries=False)
+    config = AllocatorConfig(expandable_segments=expandable, retries=False, **settings)
     return CachingAllocator(limit, config)
 
 

@@ -30,12 +30,13 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, DeviceRecord, LimitedBy
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.cuda_allocator import TAKES_LOWEST, allocator_options, fraction_of
 from autobatch.device.oom import is_below_budget
 from autobatch.device.select import open_device
 from autobatch.device.snapshot_file import Recording, read_recordings
 from autobatch.estimates.copies import run_in_copies
+from autobatch.estimates.gpus import gpu_allocator
 from autobatch.integrations.record import recorded
 from autobatch.planning import equal_parts_note, program_plan
 from autobatch.rehearsal.attempt import Outcome
@@ -171,11 +172,10 @@ class Runner:
 
     def new_allocator(self) -> CachingAllocator:
         """Return an empty model of the allocator, limited to the budget."""
-        grows, falls = False, False
-        if self.recording is not None:
-            grows, falls = self.recording.is_expandable, TAKES_LOWEST and self.recording.falls
-        config = AllocatorConfig(expandable_segments=grows, falls=falls, retries=False)
-        return CachingAllocator(self.device.budget_bytes, config)
+        known = self.recording
+        falls = TAKES_LOWEST and known is not None and known.falls
+        is_expandable = known is not None and known.is_expandable
+        return gpu_allocator(self.device.budget_bytes, is_expandable, falls=falls)
 
 
 def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
@@ -212,8 +212,6 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
     multiple, target = options.micro_batch_multiple, options.target_batch
     caps: dict[LimitedBy, int | None] = {"max_micro_batch": options.max_micro_batch, "target_batch": target}
     caps["memory"] = MOST
-    if (most := min(filter(None, caps.values()))) < multiple:
-        raise InputError(f"a micro-batch of {most} is no multiple of {multiple}: ask for more")
     files = hashlib.sha256()
     for part in [part for word in runner.command for part in re.split("[=,]", word)]:
         with suppress(OSError, ValueError):
