@@ -164,7 +164,7 @@ def record(words: list[str]) -> int:
     out = Path(wanted["out"]).absolute()
     if not out.parent.is_dir():
         raise InputError(f"{out} cannot be written: there is no folder {out.parent}")
-    from autobatch.integrations.record import recorded
+    from autobatch.integrations.recorder.autobatch_recorder import recorded
 
     sys.stderr.write("autobatch: a process that uses a GPU says here when it has written its memory\n")
     return become(command, recorded(**wanted | {"out": str(out), "since": time.time()}))

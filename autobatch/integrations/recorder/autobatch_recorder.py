@@ -16,7 +16,17 @@ import json
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any
+
+VARIABLE = "AUTOBATCH_RECORDER"
+
+
+def recorded(**wanted: Any) -> dict[str, str]:
+    """Return the environment of this process, in which each process of a program records as is wanted."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    own = {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1", VARIABLE: json.dumps(wanted)}
+    return {**os.environ, **own}
 
 
 def begin() -> None:
@@ -24,7 +34,7 @@ def begin() -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    wanted = json.loads(os.environ.get("AUTOBATCH_RECORDER", "{}"))
+    wanted = json.loads(os.environ.get(VARIABLE, "{}"))
     if not wanted or not torch.cuda.is_available():
         return
     if "fraction" in wanted:  # the allocator reads its options with its first block
