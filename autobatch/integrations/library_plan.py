@@ -50,8 +50,8 @@ class LibraryPlan(PlanResult, frozen=True, kw_only=True):
 
     library: str
 
-    def _text(self) -> str:
-        return f"{self.library}: {super()._text()}"
+    def __str__(self) -> str:
+        return f"{self.library}: {super().__str__()}"
 
 
 def plan_for(

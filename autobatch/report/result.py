@@ -38,19 +38,11 @@ HEAD: dict[str, Any] = {"schema": SCHEMA, "autobatch": __version__}
 
 
 class Shown:
-    """A result as a terminal, a REPL and a notebook show it; each kind of result gives its `_text`."""
-
-    def _text(self) -> str:
-        """Return what it says, in lines."""
-        raise NotImplementedError
+    """A result as a REPL and a notebook show it; its text is the summary that a terminal shows."""
 
     def _charts(self) -> list[str]:
         """Return the charts that a notebook shows below the text, as HTML."""
         return []
-
-    def __str__(self) -> str:
-        """Return the summary that a terminal shows."""
-        return printable_lines(self._text())
 
     def __repr__(self) -> str:
         first = " ".join(str(self).partition("\n")[0].split())
@@ -81,9 +73,9 @@ class Result(Shown, RunRecord, frozen=True, kw_only=True):
         names = parts or tuple(name for name in self.__struct_fields__ if name not in NOT_IN_JSON)
         return HEAD | {name: msgspec.to_builtins(getattr(self, name), enc_hook=str) for name in names}
 
-    def _text(self) -> str:
+    def __str__(self) -> str:
         facts = [fact for fact in final_facts(self, out=self.out) if fact.label != "report"]
-        return "\n".join(f"{fact.label:<10} {fact.text}" for fact in facts)
+        return printable_lines("\n".join(f"{fact.label:<10} {fact.text}" for fact in facts))
 
     def _charts(self) -> list[str]:
         # Imported here: matplotlib takes half a second, and only a notebook needs it.
@@ -124,7 +116,7 @@ class ProbeResult(Shown, Probe, frozen=True, kw_only=True):
         """The probe, under its name in the JSON."""
         return self
 
-    def _text(self) -> str:
+    def __str__(self) -> str:
         return str(Result(device=self.device, probe=self))
 
 
@@ -141,9 +133,9 @@ class PlanResult(Shown, Plan, frozen=True, kw_only=True):
         """The plan, under its name in the JSON."""
         return self
 
-    def _text(self) -> str:
+    def __str__(self) -> str:
         run = Result(device=self.device, probe=self.probe, plan=self)
-        return "\n".join([str(run), *(f"note: {note}" for note in self.notes)])
+        return "\n".join([str(run), *(f"note: {printable(note)}" for note in self.notes)])
 
 
 class Estimates(Shown, Record, frozen=True, kw_only=True):
@@ -160,9 +152,9 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
         """Return the object that ``--json`` prints."""
         return {**HEAD, **msgspec.to_builtins(self)}
 
-    def _text(self) -> str:
+    def __str__(self) -> str:
         lines = estimate_lines(self.estimates, self.over_ranks, self.recorded)
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return printable_lines("\n".join([*lines, *(f"note: {note}" for note in self.notes)]))
 
     def __repr__(self) -> str:
         fits = ", ".join(f"{gpu.micro_batch} on {gpu.profile}" for gpu in self.estimates)
