@@ -28,14 +28,14 @@ from tests.support.training import (
 
 
 def train(
-    workload, fault: Fault | None, *, device: Any = None, shrink_to: int | None = None, precision="fp32"
+    workload, fault: Fault | None, *, device: Any = None, shrink_to: int | None = None, micro_batch=4, **more
 ):
     """Train three steps with a fault in `FAULTY_STEP`, or with another micro-batch from that step on."""
     device = device or Quick(memory_budget="1GiB")
     with device.training() as inner, fault or nullcontext():
         loop = make_loop(
-            workload, target_batch=8, micro_batch=4, steps=3, meter=Watching(fault, inner), device=device,
-            precision=precision,
+            workload, target_batch=8, micro_batch=micro_batch, steps=3, meter=Watching(fault, inner),
+            device=device, **more,
         )  # fmt: skip
         run = loop.run()
         records = [next(run) for _ in range(FAULTY_STEP)]
@@ -49,10 +49,10 @@ def train(
         return loop, [*records, *run]
 
 
-def operators(workload, *, of_step: bool = False) -> list[tuple[int, str]]:
+def operators(workload, *, of_step: bool = False, micro_batch: int = 4) -> list[tuple[int, str]]:
     """Return the numbers and phases of the operators of a step before its optimizer, or of that alone."""
     fault = Fault()
-    train(workload, fault)
+    train(workload, fault, micro_batch=micro_batch)
     sites = enumerate(fault.phases)
     return [(number, phase) for number, phase in sites if (phase in ("optimizer", "step")) == of_step]
 
@@ -113,6 +113,8 @@ def test_there_is_no_recovery_inside_the_optimizer_step() -> None:
         with pytest.raises(RestartSmallerError, match="inside the optimizer step") as caught:
             train(plain(), Fault(index))
         assert caught.value.exit_code == 77
+    with pytest.raises(DoesNotFitError, match="inside the optimizer step"):  # a restart would be no smaller
+        train(plain(), Fault(operators(plain(), of_step=True, micro_batch=1)[0][0]), micro_batch=1)
 
 
 def test_a_recovery_in_fp16_keeps_the_loss_scale() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import InputError, Loss
+from autobatch.device.base import SilentMeter
 from autobatch.rehearsal.attempt import attempt
 from autobatch.step.train_step import train_step
 from tests.support.kinds import Overflow
@@ -55,6 +56,20 @@ def test_any_split_takes_the_step_of_the_whole_batch(
     whole(model, split(workload, [SAMPLES])[0][0]).backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert result.grad_norm == pytest.approx(float(nn.utils.get_total_norm(gradients)), rel=EXACT)
+
+
+@pytest.mark.parametrize("kind", ["mean", "tokens", "class weights", "terms"])
+def test_a_micro_batch_of_no_samples_adds_nothing(kind: str) -> None:
+    """A rank with fewer micro-batches than others of a shared model runs such ones."""
+    fields, whole = KINDS[kind]
+    workload = make_workload(**fields)
+    expected, losses = reference(workload, [range(SAMPLES)], whole)
+    train_state = train_state_of(workload)
+    fed = [*train_state.feed(iter(split(workload, [20, 4])), SilentMeter())]
+    filler = split(workload, [2])[0][0]
+    result = train_step(train_state, [*fed, (filler, 0)], SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
+    assert result.loss == pytest.approx(losses[0], rel=EXACT)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from autobatch import InputError
-from autobatch.planning import micro_batches
-from autobatch.training.batchnorm import statistics_notes
+from autobatch.planning import make_plan, micro_batches
+from autobatch.training.batchnorm import check_batch_norms, statistics_notes
+from autobatch.workload.order import GlobalBatchSampler
 from tests.support.runs import fit
 from tests.support.training import apart, make_loop, make_workload, network, points
 
@@ -51,3 +52,11 @@ def test_a_batch_norm_of_one_sample_is_refused_before_training(
     with pytest.raises(InputError, match="this run has a micro-batch of 1"):
         fit(workload, tmp_path, **options)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_batch_norm_of_one_sample_is_refused_on_whatever_rank() -> None:
+    plan = make_plan(target_batch=3, micro_batch_limit=8, learning_rate=0.1, world_size=2)
+    with pytest.raises(InputError, match="this run has a micro-batch of 1"):
+        check_batch_norms(
+            nn.BatchNorm1d(5), plan, GlobalBatchSampler(samples=6, target_batch=3, seed=0, steps=2)
+        )
