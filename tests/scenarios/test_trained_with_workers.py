@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -12,28 +12,8 @@ from torch.utils.data import default_collate
 from autobatch.device.allocator.ledger import MemoryStats
 from tests.support.faults import Watching
 from tests.support.feeds import fed_loop
-from tests.support.kinds import run_of, stateful
-from tests.support.training import fingerprint, network
-
-
-@pytest.mark.parametrize("kind", ["augmented, averaged", "whole batch"])
-def test_a_run_trains_the_same_with_and_without_workers(kind: str) -> None:
-    """A collate function that draws is seeded by the first sample of its micro-batch."""
-
-    def noisy(samples):
-        inputs, *others = default_collate(samples)
-        return inputs + torch.randn(()) + random.random(), *others
-
-    workload, options = run_of(kind)
-    if kind.startswith("augmented"):
-        workload = dataclasses.replace(workload, collate=noisy)
-    prints = set()
-    for workers in (0, 2):
-        with fed_loop(workload, workers=workers, sample_seeds=True, **options) as loop:
-            records = list(loop.run())
-            assert [record.micro_batch for record in records] == [3] * 6
-            prints.add(fingerprint(loop.train_state.model))
-    assert len(prints) == 1
+from tests.support.kinds import stateful
+from tests.support.training import INFO_NCE, fingerprint, network
 
 
 class TwoSamplesFit(Watching):
@@ -48,8 +28,17 @@ class TwoSamplesFit(Watching):
         return MemoryStats(None, None, None, None, None)
 
 
-def test_the_stream_of_workers_starts_again_whenever_memory_runs_out() -> None:
-    workload = stateful(model=lambda: network(torch.float32))
+def noisy(samples: Any) -> Any:
+    """Draw beside the samples, seeded by the first of a micro-batch."""
+    inputs, *others = default_collate(samples)
+    return inputs + torch.randn(()) + random.random(), *others
+
+
+@pytest.mark.parametrize("fields", [{"collate": noisy}, {"loss": INFO_NCE}])
+def test_workers_that_start_again_whenever_memory_runs_out_feed_what_a_run_without_them_has(
+    fields: dict[str, Any],
+) -> None:
+    workload = stateful(model=lambda: network(torch.float32), **fields)
     with fed_loop(workload, workers=2, micro_batch=7, meter=TwoSamplesFit(None)) as loop:
         records = list(loop.run())
         smaller = fingerprint(loop.train_state.model)
