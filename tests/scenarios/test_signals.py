@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,34 +13,49 @@ from torch import nn
 
 from autobatch import Interrupted, Progress
 from autobatch.training.run import train
-from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, settings
-from tests.support.training import fingerprint, make_workload, network, points
-
-
-def untimed(row: dict) -> dict:
-    return {**row, "seconds": 0, "samples_per_s": 0, "items_per_s": 0}
+from tests.support.kinds import stateful
+from tests.support.runs import HINT, STEPS, open_loop, resume, rows, saved_steps, settings
+from tests.support.training import fingerprint, make_workload, mean_loss, network, points
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code", "at"),
-    [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, STEPS), (signal.SIGUSR1, 143, 2)],
+    ("number", "exit_code", "at", "step"),
+    [
+        (signal.SIGINT, 130, 1, 0),
+        (signal.SIGTERM, 143, 5, 1),
+        (signal.SIGUSR1, 143, 6, 2),
+        (signal.SIGTERM, 143, 3 * STEPS, STEPS),
+    ],
 )
-def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(tmp_path, number, exit_code, at) -> None:
-    straight = open_loop()
+def test_a_signal_drops_the_open_step_and_a_resume_draws_it_again(
+    number: int, exit_code: int, at: int, step: int, tmp_path: Path
+) -> None:
+    """A step has three micro-batches. The one in which the signal comes ends."""
+    passes: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        passes.append(1)
+        if len(passes) == at:
+            os.kill(os.getpid(), number)
+        return mean_loss(model, batch)
+
+    options = {"target_batch": 8, "micro_batch": 3}
+    straight, out = open_loop(stateful(), **options), tmp_path / "stopped"
     train(straight, settings(tmp_path / "straight"), Progress())
-    out = tmp_path / "stopped"
     before = signal.getsignal(number)
     with pytest.raises(Interrupted) as caught:
-        train(open_loop(), settings(out), ActingAfter(at, lambda: os.kill(os.getpid(), number)))
+        train(open_loop(stateful(loss=loss), **options), settings(out), Progress())
     assert caught.value.exit_code == exit_code
-    assert f"after step {at} of {STEPS}" in str(caught.value)
-    assert f"checkpoint {out / 'checkpoints' / f'step-{at:08d}'}" in str(caught.value)
+    assert f"after step {step} of {STEPS}" in str(caught.value)
+    assert f"checkpoint {out / 'checkpoints' / f'step-{step:08d}'}" in str(caught.value)
     assert str(caught.value).endswith(f"Resume with: {HINT}")
     assert signal.getsignal(number) is before
-    loop, done = resume(out)
+    assert saved_steps(out) == [step]
+    loop, done = resume(out, stateful(), **options)
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
-    assert done.resumed_from == str(out / "checkpoints" / f"step-{at:08d}")
-    assert list(map(untimed, rows(out))) == list(map(untimed, rows(tmp_path / "straight")))
+    assert (done.optimizer_steps, done.resumed_from) == (STEPS, str(out / f"checkpoints/step-{step:08d}"))
+    timed = {"seconds": 0, "samples_per_s": 0, "items_per_s": 0}
+    assert [row | timed for row in rows(out)] == [row | timed for row in rows(tmp_path / "straight")]
 
 
 def test_a_signal_in_a_periodic_validation_does_not_change_the_rest_of_the_run(tmp_path: Path) -> None:

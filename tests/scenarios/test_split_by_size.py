@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from autobatch import Progress
-from autobatch.training.checkpoint import load_newest
-from autobatch.training.resume import restore_loop
-from autobatch.training.run import train
 from autobatch.workload.feed import open_feed
 from tests.support.faults import Fault, Watching
 from tests.support.ragged import CONTRASTIVE, Sequences, ragged_split, ragged_workload
-from tests.support.runs import settings
-from tests.support.training import apart, fingerprint, make_loop, weights
+from tests.support.training import apart, make_loop, weights
 
 
 def loop_of(workload, *, by_size: bool = True, limit: int = 5, **options):
@@ -53,22 +46,6 @@ def test_random_draws_of_the_data_belong_to_the_sample_and_not_to_the_split() ->
         found.append(weights(loop.train_state.model))
     assert apart(found[0], found[1]) <= 1e-12
     assert torch.equal(found[1], found[2])
-
-
-def test_a_resume_is_bit_exact(tmp_path: Path) -> None:
-    workload = ragged_workload(train_data=Sequences(noise=0.7))
-    whole = loop_of(workload)
-    with feed_of(whole) as whole.feed:
-        list(whole.run())
-    first = loop_of(workload, steps=3)
-    with feed_of(first) as first.feed:
-        train(first, settings(tmp_path), Progress())
-    second = loop_of(workload)
-    resumed = load_newest(tmp_path / "checkpoints")
-    restore_loop(second, resumed.state, same_hardware=True)
-    with feed_of(second) as second.feed:
-        train(second, settings(tmp_path, resumed=resumed), Progress())
-    assert fingerprint(second.train_state.model) == fingerprint(whole.train_state.model)
 
 
 def test_out_of_memory_halves_the_failed_micro_batch_and_keeps_the_gradient() -> None:

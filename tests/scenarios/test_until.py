@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import autobatch
 from autobatch import Interrupted, Progress, StepRecord
 from autobatch.training.run import train
-from tests.support.kinds import stateful
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
-from tests.support.runs import STEPS, fit, open_loop, resume, rows, saved_steps, settings
-from tests.support.training import fingerprint, make_workload, mean_loss, points, weights
+from tests.support.runs import fit, open_loop, saved_steps, settings
+from tests.support.training import make_workload, mean_loss, points, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "steps": 9, "split_check": "off"}
 
@@ -77,37 +76,6 @@ def ruled(out: Path) -> tuple[int, str]:
 def test_rank_0_decides_for_all(server: RankServer, tmp_path: Path) -> None:
     assert server.values(ruled, tmp_path) == [(2, "ZeroDivisionError 3"), (2, "UserCodeError 3")]
     assert saved_steps(tmp_path) == [2, 3]
-
-
-def stopping(at: int, number: int = signal.SIGTERM, **fields: Any) -> Any:
-    """Return a workload with all kinds of state, in whose pass of this number a signal comes."""
-    workload, passes = stateful(**fields), [0]
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        passes[0] += 1
-        if passes[0] == at:
-            os.kill(os.getpid(), number)
-        return mean_loss(model, batch)
-
-    return autobatch.Workload(**{**vars(workload), "loss": loss})
-
-
-@pytest.mark.parametrize(("at", "step"), [(1, 0), (5, 1), (6, 2)])
-def test_a_signal_drops_the_open_step_which_a_resume_draws_again(at: int, step: int, tmp_path: Path) -> None:
-    """A step has three micro-batches. The one in which the signal comes ends."""
-    options = {"target_batch": 8, "micro_batch": 3}
-    straight = open_loop(stateful(), **options)
-    train(straight, settings(tmp_path / "straight"), Progress())
-    loop = open_loop(stopping(at), **options)
-    with pytest.raises(Interrupted, match=f"after step {step} of {STEPS}"):
-        train(loop, settings(tmp_path / "stopped"), Progress())
-    assert saved_steps(tmp_path / "stopped") == [step]
-    again, done = resume(tmp_path / "stopped", stateful(), **options)
-    assert done.optimizer_steps == STEPS
-    assert fingerprint(again.train_state.model) == fingerprint(straight.train_state.model)
-    assert [row["loss"] for row in rows(tmp_path / "stopped")] == [
-        row["loss"] for row in rows(tmp_path / "straight")
-    ]
 
 
 class Arming(Progress):
