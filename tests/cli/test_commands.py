@@ -72,6 +72,7 @@ def test_runs_are_compared_with_what_differs(tmp_path: Path, said: Said) -> None
         "bert/1": {"title": "bert"},
         "digits/2": {
             "options": {"steps": 60, "seed": 0, "out": "x"},
+            "plan": msgspec.structs.replace(a_run().plan, precision="fp32"),
             "versions": {"torch": "2.12.0", "python": "3.12.4"},
         },
         "digits/3": {"options": {"seed": 0, "out": "y"}, "device": a_device(name="NVIDIA L4")},
@@ -80,11 +81,16 @@ def test_runs_are_compared_with_what_differs(tmp_path: Path, said: Said) -> None
     for seconds, (name, change) in enumerate(changes.items()):
         path = a_folder(tmp_path / "runs" / name, **change) / "result.json"
         os.utime(path, (seconds, seconds))
+    for number, damaged in enumerate((b'{"schema": 2, "dev', b"[]", b"\xff\xfe")):
+        path = tmp_path / f"runs/damaged/{number}/result.json"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(damaged)
+        os.utime(path, (1.5, 1.5))
     lines = said("compare").splitlines()
     assert lines[0].split() == ["runs/digits/2", "runs/digits/3"]
     rows = [line.split("  ")[0] for line in lines]
     differing = rows[rows.index("differs") + 1 : rows.index("planned and reached")]
-    assert differing == ["device", "autobatch", "driver", "torch", "--steps"]
+    assert differing == ["device", "autobatch", "driver", "torch", "--steps", "precision"]
     (held_out,) = [line.split() for line in lines if line.startswith("held-out accuracy")]
     assert held_out[-4:] == ["93.12", "%", "93.12", "%"]
     found = json.loads(said("compare", "runs/bert/1", "runs/digits/3", "--json"))

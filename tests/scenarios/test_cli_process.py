@@ -138,34 +138,60 @@ def started(folder: Path, *words: object, until: Path) -> subprocess.Popen[str]:
     return process
 
 
-SLOWED = """
-import pathlib, time
-def slowed(model, batch):
-    time.sleep(0.02 * pathlib.Path("slow").exists())
-    return loss(model, batch)
+SLOW = """
+import os, random, time, numpy
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, data): self.data = data
+    def __len__(self): return len(self.data)
+    def __getitem__(self, index):
+        time.sleep(0.002 * ("FAST" not in os.environ))
+        inputs, targets = self.data[index]
+        return inputs + random.random() + float(numpy.random.normal()) + torch.randn(4), targets
 def workload():
-    return small(loss=slowed)
+    return small(train_data=Slow(data()))
 """
 
 
 @pytest.mark.program
-def test_a_stopped_run_prints_the_command_that_resumes_it(tmp_path: Path, train: Path) -> None:
-    train.write_text(SMALL + SLOWED)
-    (tmp_path / "slow").touch()
-    words = (*FIT, "--steps", 1000, "--out", "out")
-    process = started(tmp_path, *words, until=tmp_path / "out" / "metrics.jsonl")
-    process.send_signal(signal.SIGINT)
+@pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent on Linux")
+def test_a_stopped_run_prints_the_command_that_resumes_it_to_the_same_weights(
+    tmp_path: Path, train: Path
+) -> None:
+    """The signal comes to the whole group, with the loader workers, of which the resumed run has others."""
+    train.write_text(SMALL + SLOW)
+    words = (*FIT, "--out", "out", "--max-micro-batch", 4, "--workers")
+    process = started(tmp_path, *words, 2, "--steps", 1000, until=tmp_path / "out" / "metrics.jsonl")
+    os.killpg(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     answer = "autobatch: stopping and saving a checkpoint"  # unless the step ended at once
-    line = one_line(Ran(process.returncode, "", re.sub(f"^{answer}.*\n", "", err)), 130)
-    assert "with checkpoint out/checkpoints/step-" in line
-    (tmp_path / "slow").unlink()
+    line = one_line(Ran(process.returncode, "", re.sub(f"^{answer}.*\n", "", err)), 143)
+    (checkpoint,) = (tmp_path / "out" / "checkpoints").iterdir()
+    assert f"with checkpoint out/checkpoints/{checkpoint.name}" in line
     again = line.partition("Resume with: autobatch ")[2].split()
     assert again[-1] == "--resume"
-    resumed = autobatch(tmp_path, *again, "--json", "--quiet")
+    again[again.index("--workers") + 1] = "0"
+    steps = str(int(checkpoint.name.removeprefix("step-")) + 3)
+    again[again.index("--steps") + 1] = steps
+    resumed = autobatch(tmp_path, *again, "--json", "--quiet", FAST="")
     assert resumed.code == 0
-    assert resumed.json["training"]["optimizer_steps"] == 1000
-    assert resumed.json["training"]["resumed_from"].startswith("out/checkpoints/step-")
+    assert resumed.json["training"]["optimizer_steps"] == int(steps)
+    assert resumed.json["training"]["resumed_from"] == f"out/checkpoints/{checkpoint.name}"
+    straight = autobatch(tmp_path, *words, 1, "--steps", steps, "--out", "straight", FAST="")
+    assert straight.code == 0
+    weights = [tmp_path / folder / "model.safetensors" for folder in ("out", "straight")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.program
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems start workers in another way")
+def test_workers_send_although_the_folder_for_temporary_files_has_a_long_path(
+    tmp_path: Path, train: Path
+) -> None:
+    """A socket below it would have a name that no system takes, and a worker without one sends nothing."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    done = autobatch(tmp_path, *FIT, "--steps", 2, "--workers", 1, TMPDIR=str(folder))
+    assert done.code == 0, done.err
 
 
 SLEEPY = """

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 import autobatch
 from autobatch import Progress, StepRecord
 from tests.support.runs import fit, fit_until
-from tests.support.training import apart, make_workload, mean_loss, points, reference, weights
+from tests.support.training import apart, make_workload, points, reference, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "seed": 3}
 ORDER = [(7 * place) % 24 for place in range(24)]
@@ -128,45 +128,6 @@ def remembering() -> Any:
 def test_a_resume_is_called_exact_if_it_is(make: Callable[[], Any], tmp_path: Path) -> None:
     difference, notes = apart_after_resume(make, tmp_path, split_check="note")
     assert any(EXACTLY in note for note in notes) == (difference == 0), (difference, notes)
-
-
-class Tuned(nn.Sequential):
-    """Head on a backbone that is still: its statistics stay, and its dropout is off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-        self.head = nn.Linear(8, 3)
-        self.backbone.requires_grad_(False)
-
-
-def still_backbone() -> nn.Module:
-    model = Tuned().double()
-    model.backbone.eval()
-    return model
-
-
-def test_a_backbone_in_eval_mode_stays_so_and_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
-    modes: set[tuple[str, bool, bool]] = set()
-
-    def loss(model: Any, batch: Any) -> Tensor:
-        modes.add((act, model.backbone.training, model.head.training))
-        return mean_loss(model, batch)
-
-    workload = make_workload(
-        model=still_backbone, loss=loss, validation_data=points(9, seed=5), sampler=ORDER
-    )
-    act = "probe"
-    autobatch.probe(workload, device="cpu", memory_budget="1GiB", max_micro_batch=3, progress=False)
-    act = "fit"
-    fit_until(5, workload, tmp_path, checkpoint_every=4, steps=6, **OPTIONS)
-    act = "resume"
-    found, _ = fit(workload, tmp_path, steps=6, resume=True, **OPTIONS)
-    assert {done for done, _, has_head in modes if has_head} == {"probe", "fit", "resume"}
-    assert not any(has_backbone for _, has_backbone, _ in modes)
-    act = "by hand"
-    expected, _ = reference(workload, BATCHES, workload.loss, seed=3)
-    assert apart(weights(found.model), expected) < 1e-12
 
 
 def test_a_checkpoint_never_has_more_steps_than_the_disk_has_lines(
