@@ -52,6 +52,3 @@ def test_allocations_and_completed_frees_become_events() -> None:
     assert trace.canonical().events == ((0, 3 * MiB), (1, 5 * MiB), (0, FREE), (2, 2 * MiB))
     assert trace.marks == tuple(marks)
     assert trace.releases == (4,)
-
-
-COMMON, OF_A_GRAPH = {"segment_pool_id": (0, 0)}, {"segment_pool_id": (0, 3)}

@@ -10,9 +10,6 @@ import threading
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
 
 import autobatch
 from autobatch import AutobatchError, InputError
@@ -20,7 +17,9 @@ from autobatch.estimates import copies as copying
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import footprint
 from autobatch.estimates.traced_step import record
+from tests.support.probes import WIDTH, work
 from tests.support.step_workloads import setup, traced_step
+from tests.support.training import mean_loss
 
 needs_fork = pytest.mark.skipif(not copying.can_copy(), reason="this process cannot be copied")
 
@@ -111,46 +110,20 @@ def test_a_copy_that_waits_for_a_lock_of_another_thread_leaves_the_call_to_this_
         thread.join()
 
 
-class KeepsWhatItBuilds(nn.Module):
-    """A model that scales its input by a window of a cache, and by weights that the class keeps."""
-
-    weights: torch.Tensor | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 4)
-
-    @staticmethod
-    @functools.lru_cache
-    def window(width: int) -> torch.Tensor:
-        return torch.hann_window(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weights is None:
-            type(self).weights = torch.linspace(0, 1, 16)
-        return self.linear(x * self.window(16) * self.weights)
-
-
-def workload() -> autobatch.Workload:
-    KeepsWhatItBuilds.window.cache_clear()
-    KeepsWhatItBuilds.weights = None
-    return autobatch.Workload(
-        model=KeepsWhatItBuilds,
-        train_data=TensorDataset(torch.randn(400, 16), torch.zeros(400, dtype=torch.int64)),
-        loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
-        optimizer=lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
-        learning_rate=0.1,
-    )
+@functools.lru_cache
+def window() -> torch.Tensor:
+    """Return a tensor that the first step builds."""
+    return torch.hann_window(WIDTH)
 
 
 @pytest.mark.program
 @needs_fork
 @pytest.mark.usefixtures("real_copies")
 def test_what_user_code_keeps_is_in_each_trace_and_has_values_in_later_steps():
-    made = traced_step(setup(workload()))
+    windowed = work(loss=lambda model, batch: mean_loss(model, (batch[0] * window(), batch[1])))
+    made = traced_step(setup(windowed))
     step = footprint(made)
     (alone,) = run_in_copies([lambda: record(made, 7).trace])
     assert step.program.at(7).events == alone.events
-    assert KeepsWhatItBuilds.weights is None, "nothing fake is left in this process"
-    autobatch.estimate(workload(), profile=["t4", "v100-16gb"], memory_budget="1%")
-    assert torch.equal(KeepsWhatItBuilds.window(16), torch.hann_window(16))
+    autobatch.estimate(windowed, profile=["t4", "v100-16gb"], memory_budget="1%")
+    assert window.cache_info().currsize == 0, "nothing fake is left in this process"

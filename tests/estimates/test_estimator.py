@@ -71,12 +71,6 @@ def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
     assert all(size % 2 == 0 for size in one.plan.micro_batches)
 
 
-# Which GPUs, and what bounds an estimate.
-
-
-# Models whose constructors need values.
-
-
 def needs_values() -> nn.Module:
     model = mlp()
     float(model[0].weight.sum())
@@ -92,9 +86,6 @@ def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused_in_o
     with pytest.raises(DoesNotFitError, match=r"out of memory while the model was built") as caught:
         autobatch.estimate(work(too_large), profile=["t4"])
     assert "\n" not in str(caught.value)
-
-
-# Steps that follow no rule in the micro-batch.
 
 
 class Joined(torch.utils.data.Dataset):

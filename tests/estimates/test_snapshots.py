@@ -95,7 +95,7 @@ def test_the_peak_of_one_recording_is_that_of_the_gpu(run, name):
 class Gpu:
     """An allocator that records what it does, as torch does."""
 
-    def __init__(self, *, pools: Sequence[int] = (0,)) -> None:
+    def __init__(self) -> None:
         self.model = CachingAllocator(None, addresses=self._claim)
         self.events: list[dict[str, Any]] = []
         self.segments: dict[int, int] = {}
@@ -179,29 +179,29 @@ def test_the_largest_size_is_that_of_brute_force(run, seed, sizes):
     step, budget = a_step(seed), 600 * MiB
     found = run(
         {m: ran(step, m, scratch_from=10).snapshot() for m in sizes},
-        *("--profile", "t4", "--profile", "a10", "--memory-budget", budget),
+        *(
+            "--profile",
+            "t4",
+            "--profile",
+            "a10",
+            "--memory-budget",
+            budget,
+            "--target-batch",
+            480,
+            "--ranks",
+            2,
+        ),
     )
     peaks = {m: ran(step, m, scratch_from=10).model.peak_reserved_bytes for m in range(10, 120)}
     first, second = found["estimates"]
     most = max(m for m, peak in peaks.items() if peak <= budget)
     assert 20 < most < 119
     assert first["micro_batch"] == second["micro_batch"] == most
+    part = max(m for m in range(1, most + 1) if 240 % m == 0)
+    assert first["plan"]["micro_batches"] == [part] * (240 // part)
     assert first["peak_reserved_bytes"] == peaks[most]
     assert first["micro_batch_low"] <= most <= first["micro_batch_high"]
     assert any("14 blocks" in note or "12 blocks" in note or "24 blocks" in note for note in found["notes"])
-
-
-def test_a_batch_is_planned_in_equal_parts(run):
-    step = a_step(1)
-    snapshots = {m: ran(step, m).snapshot() for m in (4, 12)}
-    words = ("--profile", "t4", "--memory-budget", "600MiB")
-    limit = run(snapshots, *words)["estimates"][0]["micro_batch"]
-    for world in (1, 2):
-        (found,) = run(snapshots, *words, "--target-batch", 480, "--ranks", world)["estimates"]
-        share = 480 // world
-        size = max(m for m in range(1, limit + 1) if share % m == 0)
-        assert found["plan"]["micro_batches"] == [size] * (share // size)
-    assert "481" in run(snapshots, *words, "--target-batch", 481, "--ranks", 2, code=2)
 
 
 def test_what_lives_at_the_peak_is_listed_by_the_users_own_line(run):
@@ -269,24 +269,6 @@ def test_a_hostile_file_runs_nothing(run, tmp_path):
     assert not sentinel.exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"PK\x03\x04 no pickle",
-        [],
-        {},
-        {"segments": [], "device_traces": [[]]},
-        {"segments": [], "device_traces": [[{"action": "alloc", "addr": "x", "size": "y"}]]},
-        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 5, "size": -9}]]},
-        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 5, "size": 9, "frames": [3]}]]},
-        {"segments": 3, "device_traces": 4},
-    ],
-)
-def test_a_file_that_is_no_snapshot_is_refused(run, content):
-    assert "1.pickle" in run({1: content, 2: content}, code=2)
-
-
 def test_recordings_that_part_too_far_give_no_answer(run):
     step = a_step(4)
     other = [(line.replace("train", "other"), size, life) for line, size, life in step]
@@ -327,9 +309,24 @@ def test_an_error_out_of_memory_is_explained(run, free, asked, reason):
     assert found["memory"] == {"train.py:5 step": 100 * MiB}
 
 
+ONE_EVENT = {"action": "alloc", "addr": 5, "size": 9}
+NO_SNAPSHOTS = [
+    b"",
+    b"PK\x03\x04 no pickle",
+    [],
+    {},
+    {"segments": [], "device_traces": [[]]},
+    {"segments": [], "device_traces": [[ONE_EVENT | {"addr": "x", "size": "y"}]]},
+    {"segments": [], "device_traces": [[ONE_EVENT | {"size": -9}]]},
+    {"segments": [], "device_traces": [[ONE_EVENT | {"frames": [3]}]]},
+    {"segments": 3, "device_traces": 4},
+]
+
+
 @pytest.mark.parametrize(
     ("snapshots", "words", "word"),
     [
+        *(({1: content, 2: content}, (), "1.pickle") for content in NO_SNAPSHOTS),
         ({"a": {}, "b": {}}, (), "size"),
         ({"missing": None}, (), "missing.pickle"),
         ({1: {}, 2: {}, 3: {}, 4: {}}, (), "three"),
@@ -340,7 +337,7 @@ def test_an_error_out_of_memory_is_explained(run, free, asked, reason):
         ({1: {}, 2: {}}, ("--profile", "none-such"), "none-such"),
     ],
 )
-def test_wrong_words_are_refused(run, snapshots, words, word):
+def test_wrong_files_and_words_are_refused(run, snapshots, words, word):
     assert word in run(snapshots, *words, code=2)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +19,7 @@ from autobatch.estimates.footprints import Unpredictable, footprint
 from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import attempt
 from tests.support.step_workloads import WORKLOADS, make, perceptron, setup, traced_step
-from tests.support.training import contrastive_loss
+from tests.support.untouched import fingerprint, with_gradients
 
 
 def loss_of_elements(name: str) -> Callable[..., Tensor]:
@@ -146,42 +144,10 @@ def test_a_trace_asks_no_gpu(capability, monkeypatch) -> None:
 
 def test_a_trace_leaves_model_and_random_states_unchanged() -> None:
     one = setup(WORKLOADS["transformer"]())
-    before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
-    objects = [id(p) for p in one.model.parameters()]
-    one.model.eval()
-    random.seed(5)
-    torch.manual_seed(5)
+    with_gradients(one.model)
+    before = fingerprint(one.model)
     record(traced_step(one, capability=(8, 0)), 2)
-    drawn = random.random(), torch.rand(())
-    random.seed(5)
-    torch.manual_seed(5)
-    assert drawn == (random.random(), torch.rand(()))
-    assert not one.model.training
-    assert [id(p) for p in one.model.parameters()] == objects
-    assert all(p.grad is None for p in one.model.parameters())
-    assert all(torch.equal(before[name], tensor) for name, tensor in one.model.state_dict().items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in one.model.modules())
-
-
-def test_a_model_without_memory_records_the_same() -> None:
-    one = setup(WORKLOADS["transformer"]())
-    here = record(traced_step(one, capability=(8, 0)), 3)
-    with torch.device("meta"):
-        one = replace(one, model=one.workload.model())
-    assert record(traced_step(one, capability=(8, 0)), 3) == here
-
-
-@pytest.mark.parametrize(
-    ("loss", "precision"),
-    [pytest.param("tokens", "bf16", marks=pytest.mark.program), ("tokens", "fp16"), ("pairs", "fp32")],
-)
-def test_small_traces_give_large_ones(loss, precision) -> None:
-    """A loss over pairs of samples is quadratic."""
-    workload = make(perceptron, loss=contrastive_loss) if loss == "pairs" else WORKLOADS["transformer"]()
-    one = traced_step(setup(workload, precision=precision), capability=(8, 0))
-    step = footprint(one)
-    expected, found = record(one, 64).trace, step.program.at(64)
-    assert (found.events, found.marks) == (expected.events, expected.marks)
+    assert fingerprint(one.model) == before
 
 
 def case(forward: Callable[[Tensor], Tensor]) -> Any:

@@ -133,18 +133,13 @@ def test_forty_out_of_memory_errors_leave_nothing_behind() -> None:
     assert live_tensors() <= count
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(context, gradient: Tensor) -> Tensor:
+def broken_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def fail(_: Tensor) -> None:
         raise KeyError("backward")
 
-
-def broken_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return Broken.apply(mean_loss(model, batch))
+    loss = mean_loss(model, batch)
+    loss.register_hook(fail)
+    return loss
 
 
 def test_nothing_changes_if_the_users_code_raises_and_the_error_is_theirs() -> None:
@@ -176,12 +171,9 @@ def test_the_optimizer_state_is_counted_although_the_costliest_samples_count_not
     [
         (lambda m, b: mean_loss(m, b) * float("nan"), "loss is nan"),
         (lambda m, b: (m(b[0]) * 0).sum().sqrt(), "gradient is nan"),
-        (lambda m, b: m(b[0]).sum(dim=1), r"0-d tensor or a Loss, found a tensor of shape \(2,\)"),
-        (lambda m, b: mean_loss(m, b).detach(), "no gradient"),
     ],
-    ids=["nan", "gradient", "vector", "detached"],
 )
-def test_an_invalid_loss_is_an_input_error(loss, message: str) -> None:
+def test_a_loss_or_a_gradient_that_is_not_finite_is_an_input_error(loss, message: str) -> None:
     with pytest.raises(InputError, match=message):
         attempt(setup_of(work(with_batch_norm(), loss=loss)), 2)
 

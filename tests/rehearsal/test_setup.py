@@ -27,14 +27,6 @@ def opened(workload: Workload | None = None, role: Role | None = None, **options
     return open_setup(workload or work(), asked, role or Role())
 
 
-def test_a_model_function_that_returns_no_module_is_an_error() -> None:
-    with pytest.raises(InputError, match=r"Workload\(model=…\) returned a type, not"):
-        opened(work(lambda: nn.Linear))
-
-
-# The key of a limit.
-
-
 def key_of(workload: Workload | None = None, role: Role | None = None, **options: Any) -> dict[str, Any]:
     return describe_setup(opened(workload, role, **options)).key
 
@@ -80,9 +72,6 @@ def test_everything_that_changes_the_limit_changes_one_field_of_the_key(
 ) -> None:
     before, after = key_of(), key_of(workload, **options)
     assert {name for name in before if before[name] != after[name]} == {field}
-
-
-# The description.
 
 
 def test_ranks_that_share_a_model_refuse_a_loss_over_the_batch_before_a_probe() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch import InputError, Loss, Plan, WholeBatchLoss
+from autobatch import InputError, Loss, Plan
 from autobatch.core.options import Options
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
@@ -32,7 +32,6 @@ from tests.support.ragged import (
 )
 from tests.support.training import (
     fingerprint,
-    info_nce,
     language_model,
     make_loop,
     make_setup,
@@ -80,24 +79,13 @@ def random_loss(model, batch):
     return Loss(found.total * torch.rand(()), found.count)
 
 
-def two_terms(model, batch):
-    found = token_loss(model, batch)
-    return {"tokens": found, "padded": model(batch[0]).square().mean() * 1e-3}
-
-
-def in_rows(represent) -> WholeBatchLoss:
-    return WholeBatchLoss(represent=represent, loss=info_nce)
-
-
 def normalised() -> nn.Module:
     return nn.Sequential(language_model(), nn.BatchNorm1d(7))
 
 
 WRONG = {
     "BatchNorm": ragged_workload(model=normalised, loss=lambda model, batch: model(batch[0]).mean()),
-    "rows of the padding": ragged_workload(loss=in_rows(lambda model, batch: model(batch[0]).mean(1))),
     "a mean over tokens": ragged_workload(loss=mean_over_tokens),
-    "a term of the padding": ragged_workload(loss=two_terms),
 }
 
 

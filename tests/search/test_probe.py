@@ -13,8 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.records import LimitedBy, Probe
-from autobatch.core.units import MiB
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.rehearsal.attempt import Outcome
@@ -212,26 +211,6 @@ def in_a_model(
         return outcome._replace(attempt=peak)
 
     return run, asked
-
-
-def in_mebibytes(*events: tuple[int, int]) -> Trace:
-    return Trace(tuple((block, size if size == FREE else size * MiB) for block, size in events))
-
-
-def fragmented(size: int) -> Trace:
-    return in_mebibytes(
-        (0, 40), (0, FREE), (1, 20), (2, 20), (3, 20), (1, FREE), (3, FREE), (4, size), (2, FREE), (5, 28)
-    )
-
-
-def test_a_replay_is_exact_in_fragmented_memory() -> None:
-    def allocator() -> CachingAllocator:
-        return CachingAllocator(64 * MiB, AllocatorConfig(retries=False))
-
-    run, asked = in_a_model(fragmented, allocator)
-    largest = max(size for size in range(1, 91) if replay(fragmented(size), allocator()).fits)
-    assert find(run, 90, new_allocator=allocator).probe.micro_batch == largest
-    assert len(asked) <= 5
 
 
 def test_a_size_that_fails_in_the_other_order_only_brings_that_order_into_the_replay() -> None:
