@@ -19,6 +19,7 @@ from autobatch.estimates.footprints import Unpredictable, footprint
 from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import attempt
 from tests.support.step_workloads import WORKLOADS, make, perceptron, setup, traced_step
+from tests.support.training import contrastive_loss
 from tests.support.untouched import fingerprint, with_gradients
 
 
@@ -140,6 +141,13 @@ def test_a_trace_asks_no_gpu(capability, monkeypatch) -> None:
     monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", asked)
     one = setup(WORKLOADS["transformer"]())
     assert record(traced_step(one, capability=capability), 2).trace.events
+
+
+def test_small_traces_give_large_ones_also_of_a_loss_over_pairs_of_samples() -> None:
+    workload = make(perceptron, loss=contrastive_loss)
+    one = traced_step(setup(workload, precision="fp16"), capability=(8, 0))
+    expected, found = record(one, 64).trace, footprint(one).program.at(64)
+    assert (found.events, found.marks) == (expected.events, expected.marks)
 
 
 def test_a_trace_leaves_model_and_random_states_unchanged() -> None:

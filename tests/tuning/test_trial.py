@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.support.commandline import SMALL
 from tests.support.feeds import loader_workers
 from tests.support.training import make_setup, mean_loss
 from tests.support.trials import Time, make_trials, signed, trial_setup
-from tests.support.untouched import fingerprint, with_gradients
 
 
 def timed_fields(time: Time) -> dict[str, Any]:
@@ -47,16 +45,6 @@ def test_micro_batches_and_optimizer_steps_are_timed_apart() -> None:
     assert trials.measure({"micro_batch_shift": 2}) == (pytest.approx(64 / (64 + 5)), 2)
 
 
-def test_a_trial_leaves_nothing_behind() -> None:
-    made = trial_setup()
-    with_gradients(made.model)
-    before = fingerprint(made.model)
-    trials = make_trials(made)
-    for values in ({}, {"optimizer": "fused", "precision": "bf16"}):
-        assert trials.measure(values).samples_per_s > 0
-    assert fingerprint(made.model) == before
-
-
 def test_workers_that_are_tuned_or_asked_for_feed_a_trial() -> None:
     seen: set[int] = set()
     trials = make_trials(make_setup(signed(seen)))
@@ -75,19 +63,12 @@ def test_workers_that_are_tuned_or_asked_for_feed_a_trial() -> None:
 
 CRASHES = """
 import ctypes
-class Random(torch.utils.data.Dataset):
-    def __len__(self): return 32
-    def __getitem__(self, index): return torch.randn(4), torch.randn(1)
 def crashing(model, batch):
     if torch.is_autocast_enabled("cpu"):
         ctypes.string_at(0)
     return loss(model, batch)
-def crashing_too(params, learning_rate):
-    if learning_rate == 1e6:
-        ctypes.string_at(0)
-    return torch.optim.SGD(params, lr=learning_rate)
 def workload():
-    return small(train_data=Random(), loss=crashing, optimizer=crashing_too)
+    return small(loss=crashing)
 """
 
 
@@ -96,16 +77,14 @@ def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasibl
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")
     settings = Options().with_values(device="cpu", memory_budget="64MiB")
-    plan = partial(make_plan, target_batch=32, micro_batch_limit=8)
     with open_process(f"{path}:workload", settings, Role(), ChildProcess()) as child:
         fields = {"limit": 8, "samples": 32, "seconds": 0.0}
         trials = Trials(process=child, **fields)  # type: ignore[arg-type]
         with pytest.raises(Infeasible, match="SIGSEGV"):
             trials.measure({"precision": "bf16"})
         assert trials.measure({"loader_workers": 2}).micro_batch == 8
-        with pytest.raises(Infeasible, match="SIGSEGV"):
-            call_with(child, short_run, {}, False, plan(learning_rate=1e6), 0, 4)
-        assert call_with(child, short_run, {}, True, plan(learning_rate=0.01), 0, 4) > 0
+        plan = make_plan(target_batch=32, micro_batch_limit=8, learning_rate=0.01)
+        assert call_with(child, short_run, {}, True, plan, 0, 4) > 0
 
 
 def test_the_micro_batch_is_the_even_split_halved() -> None:
