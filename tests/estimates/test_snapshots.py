@@ -15,7 +15,7 @@ from autobatch.cli import main as cli
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.snapshot_file import read_recordings
-from benchmarks.published.recordings import read
+from benchmarks.published.recordings import read, replays_of
 from tests.support.planted import Calling
 from tests.support.torch_snapshots import RECORDINGS, segment, snapshot_of, write
 
@@ -53,12 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def reserved_peak(name: str) -> int:
     """Return the peak of the memory that a GPU gave, from the segments of a recording alone."""
-    reserved = peak = 0
-    for action, _, *rest in read(RECORDINGS / f"{name}.csv.gz"):
-        sign = {"segment": 1, "mapped": 1, "new": 1, "map": 1, "released": -1}.get(action)
-        reserved += sign * rest[0] if sign else 0
-        peak = max(peak, reserved)
-    return peak
+    return replays_of([read(RECORDINGS / f"{name}.csv.gz")])[0].peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -68,20 +68,21 @@ def test_a_check_of_one_size_runs_only_that_size() -> None:
 # Refusals that the budget did not cause.
 
 
-def refused_above(most: int, budget_of_gpu: str):
-    """Return a loss that fails as on a GPU whose memory others hold, far below the budget."""
+def refused_above(most: int, asked: str, times: int = 1000):
+    """Return a loss that fails so often as on a GPU whose memory others hold."""
+    left = [times]
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        if len(batch[1]) > most:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {budget_of_gpu}. GPU 0 …")
+        if len(batch[1]) > most and left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked}. GPU 0 …")
         return mean_loss(model, batch)
 
     return loss
 
 
 def test_a_refusal_below_the_budget_is_said_and_its_limit_is_not_saved() -> None:
-    loss = refused_above(9, "20.00 MiB")
-    result, listener = probed(work(loss=loss), memory_budget="900MiB")
+    result, listener = probed(work(loss=refused_above(9, "20.00 MiB")), memory_budget="900MiB")
     assert (result.probe.micro_batch, result.profile) == (9, None)
     assert any("not the budget, refused a micro-batch of 10" in note for note in listener.notes)
     refused = [one for one in result.probe.attempts if one.micro_batch == 10]
@@ -93,17 +94,7 @@ def test_a_refusal_below_the_budget_is_said_and_its_limit_is_not_saved() -> None
 
 
 def test_a_transient_refusal_changes_nothing() -> None:
-    raised: list[int] = []
-
-    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        # The trace runs without memory.
-        if len(batch[1]) > 8 and not raised and type(batch[1]) is torch.Tensor:
-            raised.append(len(batch[1]))
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 …")
-        return mean_loss(model, batch)
-
-    budget = "80KiB"
-    known = autobatch.probe(work(), device="cpu", memory_budget=budget).micro_batch
-    found, _ = probed(work(loss=loss), memory_budget="64MiB", max_micro_batch=known)
-    assert raised
-    assert (found.probe.micro_batch, found.probe.upper_bound_by) == (known, "cap")
+    loss = refused_above(9, "2.00 MiB", times=1)
+    found, listener = probed(work(loss=loss), memory_budget="64MiB", max_micro_batch=20)
+    assert (found.probe.micro_batch, found.probe.upper_bound_by) == (20, "cap")
+    assert listener.notes == []

@@ -159,7 +159,6 @@ def another_block_at_each_size(m: int) -> Trace:
 
 MACHINES = {
     "a loss over all pairs": (machine_of(lambda m: m * m, lambda m: 7 * m + 3), 3, 0),
-    "twice the pairs": (machine_of(lambda m: 2 * m * m, lambda m: 7 * m + 3), 3, 0),
     "granules": (
         Machine(lambda m: 90 * m + max(5, 64 * -(-m // 8) * (m >= 40)), scratch_of_large_sizes), 7, 1,
     ),
@@ -189,28 +188,20 @@ def test_the_largest_size_above_a_gap_runs_once_its_structure_is_known() -> None
         def malloc(self, size: int, stream: int = 0) -> object:
             return super().malloc(size if fits(size // 1000) else 10**9, stream)
 
+    def run(size: int) -> Outcome:
+        asked.append(size)
+        trace = trace_of(lambda size: 1000 * size)(size)
+        said = replay(trace, Gapped(10**8))
+        outcome = outcome_of(size, said.fits, said.peak_allocated_bytes, trace)
+        peak = msgspec.structs.replace(outcome.attempt, peak_reserved_bytes=said.peak_reserved_bytes)
+        return outcome._replace(attempt=peak)
+
     for guess in (None, 768):  # which is proven first
-        run, asked = in_a_model(trace_of(lambda size: 1000 * size), lambda: Gapped(10**8))
+        asked: list[int] = []
         known = None if guess is None else SavedLimit(micro_batch=guess)
         found = find(run, 5000, new_allocator=lambda: Gapped(10**8), known=known)
         assert answer(found) == (1280, "replay")
         assert all(fits(size) for size in asked)
-
-
-def in_a_model(
-    trace: Callable[[int], Trace], new_allocator: Callable[[], CachingAllocator]
-) -> tuple[Callable[[int], Outcome], list[int]]:
-    """Return runs of traces in a model of an allocator, and the sizes that ran."""
-    asked: list[int] = []
-
-    def run(size: int) -> Outcome:
-        asked.append(size)
-        said = replay(trace(size), new_allocator())
-        outcome = outcome_of(size, said.fits, said.peak_allocated_bytes, trace(size))
-        peak = msgspec.structs.replace(outcome.attempt, peak_reserved_bytes=said.peak_reserved_bytes)
-        return outcome._replace(attempt=peak)
-
-    return run, asked
 
 
 def test_a_size_that_fails_in_the_other_order_only_brings_that_order_into_the_replay() -> None:

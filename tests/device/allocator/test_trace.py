@@ -46,13 +46,3 @@ def test_a_replay_empties_the_cache_where_the_program_did():
     events = ((0, 30 * MiB), (0, FREE), (1, 12 * MiB), (2, 40 * MiB))
     kept, emptied = (replay(Trace(events, releases=at), CachingAllocator()) for at in ((), (2,)))
     assert (kept.peak_reserved_bytes, emptied.peak_reserved_bytes) == (70 * MiB, 52 * MiB)
-
-
-def test_replay_names_the_phase_of_the_peak():
-    events = ((0, 100), (1, 50), (1, FREE), (2, 70), (3, 10))
-    one = Trace(events, ((0, "setup"), (1, "forward"), (3, "backward"), (4, "optimizer")))
-    whole = replay(one, CountingAllocator(180))
-    assert (whole.fits, whole.peak_allocated_bytes, whole.peak_phase) == (True, 180, "optimizer")
-    assert (whole.allocated_bytes, whole.peak_reserved_bytes) == (180, None)
-    cut = replay(one, CountingAllocator(169))
-    assert (cut.fits, cut.peak_at, cut.peak_phase) == (False, 1, "forward")
