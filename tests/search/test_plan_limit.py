@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from autobatch import DoesNotFitError
+from autobatch import DoesNotFitError, Progress
 from autobatch.api.pipeline import run_command
 from autobatch.api.run import Run
 from autobatch.core.options import Options, options_from
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, open_setup
+from autobatch.search import plan_limit
 from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_limit import limit_of_plan
 from autobatch.search.probe import Limit
@@ -52,6 +54,23 @@ def test_a_limit_is_lowered_to_one_at_which_training_does_not_run_out(tmp_path: 
     larger = math.ceil(TARGET / (math.ceil(TARGET / found.micro_batch) - 1))
     assert found.micro_batch < larger <= alone
     assert count_ooms(WORKLOAD, setup, larger, target=TARGET, steps=12) > 0
+
+
+def test_a_smaller_size_that_fails_alone_is_not_the_answer(tmp_path: Path, monkeypatch) -> None:
+    """Real batches survive at 64 and at 43; of the longest samples, only 32 fit."""
+    reasons = iter(["too large", None, None, None])
+    monkeypatch.setattr(plan_limit, "run_batches", lambda *_: next(reasons))
+    real = plan_limit.run_attempt
+    sizes = []
+
+    def run(process: ThisProcess, size: int, progress: Progress) -> Any:
+        sizes.append(size)
+        return real(process, 400 if size > 32 else 8, progress)
+
+    monkeypatch.setattr(plan_limit, "run_attempt", run)
+    found, heard = planned(simulated_setup(WORKLOAD, tmp_path, "40MiB"), 128)
+    assert (sizes, found.planned, found.probe.oom_count) == ([64, 43, 32], 32, 2)
+    assert "32 survives" in heard.notes[0]
 
 
 @pytest.mark.program
