@@ -85,7 +85,6 @@ def run_with_fault(
 
 def fail_everywhere(kind: str, stride: int) -> tuple[int, float, list[Any]]:
     """Let memory run out at operators before the sums are exchanged; return sites and worst error."""
-    torch.set_num_threads(1)
     group = open_group()
     expected, phases, _ = run_with_fault(group, kind, None)
     sites = group.gather([n for n, phase in enumerate(phases) if phase in RECOVERED])[FAULTY_RANK]
@@ -125,7 +124,6 @@ def leave(out: str, kind: str, site: int | None) -> list[str]:
     Returns:
         The phase of each operator; a rank that leaves returns nothing.
     """
-    torch.set_num_threads(1)
     group = open_group()
     loop, fault = open_loop(group, kind, site)
     group.enter(Path(out))

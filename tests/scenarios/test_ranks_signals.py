@@ -12,10 +12,10 @@ import torch
 
 from autobatch import Interrupted, Progress
 from autobatch.training.checkpoint import list_checkpoints, load_newest
-from autobatch.training.run import RunInputs, train
-from tests.support.options import as_options
+from autobatch.training.run import train
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
+from tests.support.runs import settings
 from tests.support.training import make_workload, points
 
 pytestmark = pytest.mark.distributed
@@ -24,7 +24,6 @@ STEPS = 500
 
 def stop_in_step(out: str, of_rank: dict[int, str], in_validation: bool) -> tuple[int, int]:
     """Send signals to some ranks in the third step; return the exit code and the steps that were trained."""
-    torch.set_num_threads(1)
     group = open_group()
     own = of_rank.get(group.rank)
     seen = 0
@@ -41,12 +40,8 @@ def stop_in_step(out: str, of_rank: dict[int, str], in_validation: bool) -> tupl
 
     workload = make_workload(loss=loss, validation_data=points(9))
     loop = ranked_loop(group, workload, [4, 4], target_batch=14, steps=STEPS)
-    settings = RunInputs(
-        out=Path(out),
-        options=as_options("fit", target_batch=1, checkpoint_every=None, keep_last=2, validate_every=1),
-    )
     try:
-        train(loop, settings, Counting())
+        train(loop, settings(Path(out), validate_every=1), Counting())
     except Interrupted as error:
         group.close()
         return error.exit_code, loop.batches_seen

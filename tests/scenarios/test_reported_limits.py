@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import autobatch
 from tests.support.commandline import SMALL
@@ -57,7 +56,6 @@ def test_a_folder_where_nothing_was_probed_has_no_saved_limit(
 
 def probe_of_rank(budgets: tuple[str, str]) -> tuple[int, str]:
     """Return the limit of this rank and what is said of it."""
-    torch.set_num_threads(1)
     found = autobatch.probe(work(), device="cpu", memory_budget=budgets[int(os.environ["RANK"])])
     return found.micro_batch, str(found)
 

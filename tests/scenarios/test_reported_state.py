@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import autobatch
-from autobatch import Progress, StepRecord
+from autobatch import StepRecord
+from tests.support.probes import Listener
 from tests.support.runs import fit, fit_until
 from tests.support.training import apart, make_workload, points, reference, weights
 
@@ -103,14 +104,6 @@ class Draws(Dataset[Any]):
         return inputs + torch.randn(5, dtype=torch.float64, generator=self.generator), label
 
 
-def own_generator() -> Any:
-    return make_workload(train_data=Draws(torch.Generator().manual_seed(1)))
-
-
-def global_generator() -> Any:
-    return make_workload(train_data=Draws(None))
-
-
 def remembering() -> Any:
     """Return a workload whose loss weighs each class by how often it has seen it."""
     seen = torch.ones(3, dtype=torch.float64)
@@ -124,7 +117,15 @@ def remembering() -> Any:
     return make_workload(loss=loss)
 
 
-@pytest.mark.parametrize("make", [make_workload, own_generator, remembering, global_generator])
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_workload,
+        lambda: make_workload(train_data=Draws(torch.Generator().manual_seed(1))),
+        lambda: make_workload(train_data=Draws(None)),
+        remembering,
+    ],
+)
 def test_a_resume_is_called_exact_if_it_is(make: Callable[[], Any], tmp_path: Path) -> None:
     difference, notes = apart_after_resume(make, tmp_path, split_check="note")
     assert any(EXACTLY in note for note in notes) == (difference == 0), (difference, notes)
@@ -162,15 +163,14 @@ def test_a_second_run_deletes_nothing_of_the_first_where_the_system_has_no_locks
     unfinished = tmp_path / "run" / ".result.json.12345678.tmp"
     left = []
 
-    class StartingAnother(Progress):
+    class StartingAnother(Listener):
         def stepped(self, step: StepRecord, of: int) -> None:
             if step.step == 1:
                 unfinished.touch()
                 with suppress(autobatch.InputError):
-                    autobatch.fit(make_workload(), out=tmp_path / "run", steps=1, progress=False, **options)
+                    fit(make_workload(), tmp_path / "run", steps=1, **OPTIONS)
                 left.append(unfinished.exists())
 
-    options = {"device": "cpu", "memory_budget": "1GiB", "trials": 0, **OPTIONS}
     with suppress(autobatch.AutobatchError):  # the second run may have moved its files away
-        autobatch.fit(make_workload(), out=tmp_path / "run", steps=2, progress=StartingAnother(), **options)
+        fit(make_workload(), tmp_path / "run", steps=2, listener=StartingAnother(), **OPTIONS)
     assert left == [True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,26 +60,14 @@ def impatient_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
 
 
-@pytest.fixture(scope="module", name="checked")
-def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], tuple[Tensor, str]]:
-    """Return a function that trains a kind of data with the check, once."""
-    return functools.cache(lambda make: run(make, tmp_path_factory.mktemp("run") / "checked"))
-
-
 @pytest.mark.parametrize("make", [of_stream, of_loader])
-def test_the_check_changes_no_batch_and_draws_nothing(make: Any, checked: Any, tmp_path: Path) -> None:
-    found, states = checked(make)
+def test_the_check_changes_no_batch_and_draws_nothing_nor_does_a_resume(make: Any, tmp_path: Path) -> None:
+    found, states = run(make, tmp_path / "checked")
     expected, others = run(make, tmp_path / "plain", split_check="off")
     assert torch.equal(found, expected)
     assert states == others, "as many numbers were drawn"
-
-
-@pytest.mark.parametrize("make", [of_stream, of_loader])
-def test_a_run_that_ended_in_the_middle_goes_on_with_the_same_batches(
-    make: Any, checked: Any, tmp_path: Path
-) -> None:
-    fit_until(5, make(), tmp_path / "run", **OPTIONS)
-    assert torch.equal(run(make, tmp_path / "run", resume=True)[0], checked(make)[0])
+    fit_until(5, make(), tmp_path / "parts", **OPTIONS)
+    assert torch.equal(run(make, tmp_path / "parts", resume=True)[0], found)
 
 
 def test_the_batches_of_a_stream_are_those_that_it_yields(tmp_path: Path) -> None:
