@@ -12,19 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch import Training, Workload
+from autobatch import Training
 from autobatch.core.units import GiB, MiB
-from autobatch.device.cpu import CpuDevice, SimulatedDevice
-from autobatch.device.profiles import load_profile
 from autobatch.training.run import train as run_loop
 from tests.support.probes import Listener
 from tests.support.runs import rows, settings
-from tests.support.training import Rows, apart, make_loop, make_workload, weights
+from tests.support.training import Rows, adamw, apart, make_loop, make_workload, weights
 
 SINCE, STEPS = 4, 7
 TARGET = 64
 SAMPLE_BYTES = 40 * MiB
-"""Taken by the late layer on the host for each sample."""
+"""Taken by the late layer for each sample in training; in validation, half as much again."""
 
 
 class Late(nn.Module):
@@ -40,42 +38,30 @@ class Late(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.inner(inputs).relu()
         if self.is_late and int(self.steps) >= SINCE:
-            hidden = hidden + torch.empty(len(hidden), SAMPLE_BYTES, dtype=torch.uint8)[0, :0].sum()
+            size = SAMPLE_BYTES if self.training else SAMPLE_BYTES * 3 // 2
+            hidden = hidden + torch.empty(len(hidden), size, dtype=torch.uint8)[0, :0].sum()
         return self.outer(hidden.mean(1))
 
 
-def samples(number: int, length: int, seed: int = 0) -> Rows:
+def samples(number: int, seed: int = 0) -> Rows:
     generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(number, length, 16, dtype=torch.float64, generator=generator)
+    inputs = torch.randn(number, 24, 16, dtype=torch.float64, generator=generator)
     return Rows(inputs, torch.randint(3, (number,), generator=generator))
 
 
-def late_workload(kind: str) -> Workload:
-    """Make a workload that takes more memory from a step on."""
-    return make_workload(
-        model=lambda: Late(kind == "on the host"),
-        train_data=samples(128, 24),
-        validation_data=samples(48, 128 if kind == "validation" else 24, seed=1),
-        optimizer=lambda parameters, rate: torch.optim.AdamW(parameters, lr=0.01),
+def train(out: Path, heard: Listener, *, is_late: bool) -> tuple[Tensor, Training]:
+    """Train with three validations; return the weights and the record."""
+    workload = make_workload(
+        model=lambda: Late(is_late),
+        train_data=samples(128),
+        validation_data=samples(48, seed=1),
+        optimizer=adamw,
+        learning_rate=0.01,
         after_step=lambda model: model.steps.add_(1),
     )
-
-
-def train(
-    kind: str, out: Path, heard: Listener, *, micro_batch: int = TARGET, budget: str | None = None
-) -> tuple[Tensor, Training]:
-    """Train on the CPU, or a GPU with a budget, with three validations; return the weights and the record."""
-    workload, files = late_workload(kind), settings(out, target_batch=TARGET, validate_every=STEPS // 2)
-    device = (
-        CpuDevice() if budget is None else SimulatedDevice(load_profile("rtx-4090"), memory_budget=budget)
-    )
-    with device.training() as meter:
-        loop = make_loop(
-            workload, target_batch=TARGET, micro_batch=micro_batch, steps=STEPS, device=device, meter=meter
-        )
-        meter.count(parameter.data for parameter in loop.train_state.model.parameters())
-        record = run_loop(loop, files, heard)
-        return weights(loop.train_state.model), record
+    loop = make_loop(workload, target_batch=TARGET, micro_batch=TARGET, steps=STEPS)
+    record = run_loop(loop, settings(out, target_batch=TARGET, validate_every=STEPS // 2), heard)
+    return weights(loop.train_state.model), record
 
 
 @contextmanager
@@ -91,39 +77,24 @@ def address_space(more_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of the address space is Linux's")
-def test_a_step_that_takes_more_than_the_host_has_runs_again_in_smaller_micro_batches_once(
+def test_a_step_and_a_validation_that_take_more_than_the_host_has_run_again_smaller_once(
     tmp_path: Path,
 ) -> None:
     heard, silent = Listener(), Listener()
-    whole, expected = train("on the host", tmp_path / "whole", silent)
-    # 64 samples take 2.5 GiB in the late layer, and 32 of them half of it.
+    whole, expected = train(tmp_path / "whole", silent, is_late=False)
+    # 64 samples take 2.5 GiB in a step, and 48 of them 2.8 GiB in a validation.
     with address_space(2 * GiB):
-        found, record = train("on the host", tmp_path / "run", heard)
-    assert apart(found, whole) <= 1e-12
-    assert record.validation == pytest.approx(expected.validation, rel=1e-12)
-    metrics = rows(tmp_path / "run")
-    assert [row["step"] for row in metrics if row["recovered"]] == [SINCE + 1]
-    assert [row["micro_batch"] for row in metrics] == [TARGET] * SINCE + [32] * (STEPS - SINCE)
-    (told,) = heard.notes
-    assert told.startswith(f"step {SINCE + 1}: out of memory, repeated at micro-batch 32: ")
-    assert "DefaultCPUAllocator: can't allocate memory" in told
-    assert record.notes == heard.notes
-    assert silent.notes == []
-
-
-def test_a_validation_that_takes_more_than_the_training_runs_on_in_smaller_micro_batches(
-    tmp_path: Path,
-) -> None:
-    heard = Listener()
-    whole, expected = train("validation", tmp_path / "whole", Listener())
-    found, record = train("validation", tmp_path / "run", heard, micro_batch=32, budget="2MiB")
+        found, record = train(tmp_path / "run", heard, is_late=True)
     assert apart(found, whole) <= 1e-12
     assert record.validation == pytest.approx(expected.validation, rel=1e-12)
     metrics = rows(tmp_path / "run")
     assert [row["step"] for row in metrics if row["validation"]] == [3, 6]
-    assert {row["micro_batch"] for row in metrics} == {32}, "the training keeps its micro-batch"
-    assert not any(row["recovered"] for row in metrics)
-    for told, (size, smaller) in zip(heard.notes, [(32, 16), (16, 8)], strict=True):
-        assert told.startswith(f"out of memory in validation at a micro-batch of {size}: ")
-        assert told.endswith(f"Continued at {smaller}")
+    assert [row["step"] for row in metrics if row["recovered"]] == [SINCE + 1]
+    assert [row["micro_batch"] for row in metrics] == [TARGET] * SINCE + [32] * (STEPS - SINCE)
+    in_step, in_validation = heard.notes
+    assert in_step.startswith(f"step {SINCE + 1}: out of memory, repeated at micro-batch 32: ")
+    assert in_validation.startswith("out of memory in validation at a micro-batch of 48: ")
+    assert in_validation.endswith("Continued at 24")
+    assert all("DefaultCPUAllocator: can't allocate memory" in note for note in heard.notes)
     assert record.notes == heard.notes
+    assert silent.notes == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -18,24 +17,19 @@ import autobatch
 from autobatch import FitResult, InputError, Workload
 from autobatch.workload.order import sampler_order
 from tests.support.libraries import installed
+from tests.support.runs import fit as fit_and_hear
 from tests.support.training import make_workload, mean_loss, network, points, reference, weights
 
 SAMPLES = 20
 POINTS = points(SAMPLES, seed=5)
 TWICE = torch.arange(2 * SAMPLES) % SAMPLES
 """The samples of two epochs in their order."""
-OPTIONS: dict[str, Any] = {"target_batch": 6, "max_micro_batch": 4, "device": "cpu", "trials": 0}
-
-
-def from_loader(loader: Any, **more: Any) -> Workload:
-    fields = {
-        name: getattr(make_workload(), name) for name in ("model", "loss", "optimizer", "learning_rate")
-    }
-    return Workload.from_loader(loader, **{**fields, **more})
+PLAIN = {name: vars(make_workload())[name] for name in ("model", "loss", "optimizer", "learning_rate")}
+OPTIONS: dict[str, Any] = {"target_batch": 6, "max_micro_batch": 4}
 
 
 def fit(workload: Workload, out: Path, **options: Any) -> FitResult:
-    return autobatch.fit(workload, out=out, **{**OPTIONS, **options})
+    return fit_and_hear(workload, out, **OPTIONS, **options)[0]
 
 
 def by_hand(order: Sequence[int], seed: int = 0) -> Tensor:
@@ -50,7 +44,8 @@ def assert_trained(result: FitResult, expected: Tensor) -> None:
 
 def weighted(*given: float, workers: int = 0) -> Workload:
     sampler = WeightedRandomSampler(given * (SAMPLES // len(given)), 15)
-    return from_loader(DataLoader(POINTS, batch_size=4, sampler=sampler, num_workers=workers))
+    loader = DataLoader(POINTS, batch_size=4, sampler=sampler, num_workers=workers)
+    return Workload.from_loader(loader, **PLAIN)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -120,14 +115,11 @@ def scan(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda samples: monkeypatch.setattr("autobatch.workload.streams.SCAN", samples)
 
 
-def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, scan: Any
-) -> None:
+def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(tmp_path: Path, scan: Any) -> None:
     scan(8)
-    with caplog.at_level(logging.INFO, logger="autobatch"):
-        result = fit(make_workload(train_data=stream), tmp_path / "run", epochs=2)
-    assert "so the stream is read once to its end" in caplog.text
-    assert "this is planned from its first 8 samples" in caplog.text
+    result, notes = fit_and_hear(make_workload(train_data=stream), tmp_path / "run", epochs=2, **OPTIONS)
+    assert any("so the stream is read once to its end" in note for note in notes)
+    assert any("this is planned from its first 8 samples" in note for note in notes)
     assert (result.training.optimizer_steps, result.training.samples) == (7, 2 * SAMPLES)
     assert_trained(result, by_hand(TWICE.tolist()))
 
@@ -140,19 +132,16 @@ def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empt
         autobatch.plan(make_workload(train_data=lambda: iter([])), **options)
 
 
-def test_a_run_in_steps_needs_no_end_of_the_stream_and_resumes_within_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, scan: Any
-) -> None:
+def test_a_run_in_steps_needs_no_end_of_the_stream_and_resumes_within_it(tmp_path: Path, scan: Any) -> None:
     scan(8)
     workload = make_workload(train_data=endless)
     whole = fit(workload, tmp_path / "whole", steps=5)
     assert (whole.training.optimizer_steps, whole.training.samples) == (5, 30)
     assert_trained(whole, by_hand(TWICE[:30].tolist()))
     fit(workload, tmp_path / "parts", steps=4)
-    with caplog.at_level(logging.INFO, logger="autobatch"):
-        parts = fit(workload, tmp_path / "parts", steps=5, resume=True)
+    parts, notes = fit_and_hear(workload, tmp_path / "parts", steps=5, resume=True, **OPTIONS)
     assert torch.equal(weights(parts.model), weights(whole.model))
-    assert "the first 24 samples of the stream were read again and skipped" in caplog.text
+    assert any("the first 24 samples of the stream were read again and skipped" in note for note in notes)
 
 
 def test_the_limit_is_that_of_the_same_samples_with_an_index(scan: Any) -> None:
