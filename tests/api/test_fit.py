@@ -41,7 +41,7 @@ def test_a_resume_may_take_more_steps_and_smaller_micro_batches(tmp_path: Path) 
         fit(workload, tmp_path / "two", **SHORT, ema=0.5, resume=True)
     longer = {**SHORT, "max_micro_batch": 5, "steps": 7}
     done = fit(workload, tmp_path / "two", **longer, resume=True)
-    assert (done.plan.micro_batch, done.training.samples) == (5, 7 * 32)
+    assert (done.plan.micro_batch, done.training.micro_batch, done.training.samples) == (5, 5, 7 * 32)
     assert apart(weights(done.model), weights(whole.model)) < 1e-12
 
 

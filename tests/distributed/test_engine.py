@@ -19,10 +19,7 @@ from tests.support.detection import (
     counts,
     scenes,
     terms,
-    two_means,
     whole,
-    whole_with_mean,
-    with_mean,
 )
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
@@ -80,11 +77,6 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "tied": ({**TOKENS, "model": tied}, whole_tokens),
     "partly used": ({"model": Partly}, mean_loss),
     "terms": ({**DETECTION, "loss": terms, "counts": counts}, whole),
-    "a term beside a mean": (
-        {**DETECTION, "loss": with_mean, "counts": lambda batch: {"boxes": counts(batch)["boxes"]}},
-        whole_with_mean,
-    ),
-    "terms that are means": ({**DETECTION, "loss": two_means}, lambda m, b: sum(two_means(m, b).values())),
 }
 LIMITS: list[Any] = [
     [2, 2, 2],

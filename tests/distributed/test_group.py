@@ -69,67 +69,34 @@ def test_a_rank_that_fails_alone_reports_it_and_torchrun_reads_the_line(tmp_path
     assert [*tmp_path.iterdir()] == [], "a full disk leaves no part of the cause"
 
 
-def exchange() -> list[Any]:
-    """Exchange messages; a write that fails on rank 0 fails on all."""
-    ranks = open_group()
-
-    def fail() -> None:
-        raise CheckpointError("the disk is full")
-
-    found = [
-        ranks.gather("x" * 5000 * ranks.rank),  # more than a first message has room for
-        ranks.broadcast(f"of {ranks.rank}"),
-        ranks.once(lambda: f"by {ranks.rank}"),
-        ranks.agree(ranks.rank == 1),
-        ranks.agree(False),
-    ]
-    try:
-        ranks.once(fail)
-    except CheckpointError as error:
-        found.append(str(error))
-    ranks.close()
-    return found
-
-
-@pytest.mark.distributed
-def test_ranks_exchange_messages(server: RankServer) -> None:
-    texts = ["x" * 5000 * rank for rank in range(3)]
-    expected = [texts, "of 0", "by 0", True, False, "the disk is full"]
-    assert server.values(exchange, world=3) == [expected] * 3
-
-
-def join_what_a_library_made() -> list[Any]:
-    alone = join_existing(2)
-    dist.init_process_group("gloo")
-    other, found = join_existing(3), join_existing(2)
-    assert found is not None
-    gathered = found.gather(found.rank)
-    dist.destroy_process_group()
-    return [alone, other, gathered]
-
-
-def join_and_end() -> tuple[int, bool]:
+def join_and_end() -> tuple[Any, ...]:
     """Join a loop twice, then run what the end of the interpreter runs."""
     ended: list[Any] = []
     atexit.register = ended.append  # type: ignore[assignment]
-    for _ in range(2):
-        join_loop().gather(None)
+    alone = join_existing(2)
+    gathered = [join_loop().gather(dist.get_rank()) for _ in range(2)]
+    other = join_existing(3)
     for leave in [*ended, *ended]:
         leave()
-    return len(ended), dist.is_initialized()
+    return alone, gathered, other, len(ended), dist.is_initialized()
 
 
 @pytest.mark.distributed
 def test_a_loop_joins_a_group_that_exists_and_leaves_its_own(server: RankServer) -> None:
-    assert server.values(join_what_a_library_made) == [[None, None, [0, 1]]] * 2
-    assert server.values(join_and_end) == [(1, False)] * 2
+    assert server.values(join_and_end) == [(None, [[0, 1]] * 2, None, 1, False)] * 2
+
+
+def save_to_a_full_disk() -> None:
+    raise CheckpointError("the disk is full")
 
 
 def fail_in_turn(out: str) -> tuple[int | None, str]:
     """Fail on rank 1, which the others notice; return their codes, and what a second start finds."""
     ranks = open_group()
     ranks.enter(Path(out))
-    ranks.gather(None)
+    with pytest.raises(CheckpointError, match="disk is full"):  # on every rank
+        ranks.once(save_to_a_full_disk)
+    assert ranks.agree(ranks.rank == 1)
     if ranks.rank == 1:
         found = ranks.fail("memory ran out", 77)
         dist.destroy_process_group()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from autobatch import InputError
 from autobatch.distributed import reduce
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.reduce import SPARSE, bring_to_host, kinds_of, sum_gradients, sum_rows, sum_totals
+from autobatch.distributed.reduce import SPARSE, kinds_of, sum_gradients, sum_rows
 from autobatch.step.gradients import Gradients
-from autobatch.step.loss import StepTotals
 from autobatch.step.ranks import Rows
 
 SIZES = [(3, 2), (40,), (2,), (5, 5), (6, 2), (1,)]
@@ -70,23 +68,6 @@ def test_a_sparse_gradient_on_one_rank_is_refused_on_every_rank() -> None:
     assert kinds_of(gradients)[0] == SPARSE
     with pytest.raises(InputError, match="use sparse=False"):
         sum_gradients(Among(), gradients_of([torch.float32] * 6)[1], [others, kinds_of(gradients)])
-
-
-def totals(form: dict[str, bool] | None, **sums: Any) -> StepTotals:
-    return bring_to_host(StepTotals(samples=9, form=form, sizes=[] if form is None else [3], **sums))
-
-
-def test_sums_of_ranks_with_and_without_samples_are_those_of_one() -> None:
-    counted = {"": True}
-    own = [
-        totals(counted, divisor=4.0, loss=torch.tensor(0.5), count=3),
-        totals(None),
-        totals(counted, divisor=4.0, loss=0.25, count=torch.tensor(2.0)),
-    ]
-    sum_totals(own[1], own)
-    assert (own[1].loss, own[1].count, own[1].divisor) == (0.75, 5.0, 4.0)
-    with pytest.raises(InputError, match="second"):
-        sum_totals(own[0], [own[0], totals({"first": False, "second": False}, divisor=4.0)])
 
 
 class Second(Ranks):

@@ -88,6 +88,8 @@ def real(precision: Any) -> tuple[int, int]:
         sharded.attach(train_state)
         take_steps(train_state, STEPS, batch_of, meter)
         found = traced(meter)
+    with pytest.raises(InputError, match="this process has a process group already"), fake_ranks(64):
+        pass
     group.close()
     return found
 
@@ -106,7 +108,9 @@ def predicted(precision: Any) -> tuple[int, int]:
             steps=STEPS,
             sharding=lambda: nullcontext(sharding),
         )
-        return peak_of(record(step, MICRO_BATCH).trace)
+        found = peak_of(record(step, MICRO_BATCH).trace)
+    assert not dist.is_initialized(), "it leaves no group"
+    return found
 
 
 def alone(precision: Any, steps: tuple[int, ...]) -> tuple[int, float]:
@@ -134,23 +138,3 @@ def test_one_process_predicts_and_measures_the_bytes_of_real_ranks(
     assert abs(measured - peak) <= 4096
     ((longer, _),) = server.values(alone, precision, (1, 5), world=1)
     assert longer == measured, "more micro-batches than a probe runs take no more memory"
-
-
-def fake(has_group: bool) -> tuple[tuple[int, int, float], bool] | str:
-    """Act as a rank of 64."""
-    group = open_group() if has_group else None
-    try:
-        with fake_ranks(64):
-            one = torch.ones(3)
-            dist.all_reduce(one)
-            seen = dist.get_rank(), dist.get_world_size(), float(one[0])
-        return seen, dist.is_initialized()
-    except InputError as error:
-        assert group is not None
-        group.close()
-        return str(error)
-
-
-def test_a_rank_of_many_waits_for_nobody_and_leaves_no_group(server: RankServer) -> None:
-    assert server.values(fake, False, world=1) == [((0, 64, 1.0), False)]
-    assert "this process has a process group already" in server.values(fake, True)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch import InputError, Progress
+from autobatch import InputError, Loss, Progress
 from autobatch.cli.output import describe_failure
 from autobatch.training.run import train
 from tests.support.runs import open_loop, rows, settings
@@ -90,6 +91,7 @@ def vector_metric(model, batch):
         (vector_metric, InputError, "the validation metric 'accuracy' must be a 0-d tensor"),
         (lambda model, batch: 3.0, InputError, "must return a mapping of names to values, where each"),
         (lambda model, batch: {"loss": 3.0}, InputError, "text other than 'loss'"),
+        (lambda model, batch: {"a": Loss(3.0, math.nan)}, InputError, "count of the validation metric 'a'"),
     ],
 )
 def test_a_mistake_in_the_metrics_is_found_before_training(

@@ -1,4 +1,4 @@
-"""The average of the weights: its arithmetic, its precision, and the weights that return after it."""
+"""The average of the weights: its precision, and the weights that return after it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,11 @@ import torch
 from torch import nn
 
 from autobatch.step.ema import WeightAverage
-from tests.support.training import apart, make_loop, make_workload, network, weights
-
-DECAY = 0.9
+from tests.support.training import network, weights
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
-
-
-def test_it_is_the_weighted_sum_of_all_weights() -> None:
-    loop = make_loop(make_workload(), target_batch=7, micro_batch=3, steps=6, ema=DECAY)
-    seen = [weights(loop.train_state.model)]
-    seen += [weights(loop.train_state.model) for _ in loop.run()]
-    shares = [DECAY ** (len(seen) - 1), *((1 - DECAY) * DECAY**age for age in reversed(range(6)))]
-    expected = sum(share * each for share, each in zip(shares, seen, strict=True))
-    assert apart(flat(loop.train_state.average.tensors()), expected) <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -1,4 +1,4 @@
-"""The optimizer function of a workload: what it is given, what it may return, and how modes are switched."""
+"""The optimizer function of a workload: what it is given, and what it may return."""
 
 from __future__ import annotations
 
@@ -9,21 +9,9 @@ import torch
 from torch import nn
 
 from autobatch import InputError
-from autobatch.step.optimizers import averaged_weights, build_optimizers
+from autobatch.step.optimizers import build_optimizers
 from tests.support.custom_loops import Sam
 from tests.support.training import make_workload, train_state_of
-
-
-class Averaging(torch.optim.SGD):
-    """An optimizer with two sets of weights, as schedule-free ones have, that records its modes."""
-
-    modes: tuple[str, ...] = ()
-
-    def train(self) -> None:
-        self.modes += ("train",)
-
-    def eval(self) -> None:
-        self.modes += ("eval",)
 
 
 def by_model(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -43,16 +31,6 @@ def test_the_name_of_the_argument_tells_what_is_given() -> None:
     for optimizer, sizes in {by_model: [2], by_name: [1] * 4, plain: [4]}.items():
         (made,) = build_optimizers(make_workload(optimizer=optimizer), model, 0.1)
         assert [len(group["params"]) for group in made.param_groups] == sizes
-
-
-def test_modes_are_switched_for_optimizers_that_have_them() -> None:
-    workload = make_workload(
-        optimizer=lambda params, rate: [Averaging(params := list(params), lr=rate), torch.optim.SGD(params)]
-    )
-    optimizers: Any = build_optimizers(workload, nn.Linear(2, 3), 0.1)
-    with averaged_weights(optimizers):
-        assert optimizers[0].modes == ("train", "eval")
-    assert optimizers[0].modes == ("train", "eval", "train")
 
 
 @pytest.mark.parametrize(

@@ -95,14 +95,6 @@ WRONG: dict[str, dict[str, Any]] = {
         "loss": always(a=lambda zero: Loss(zero, torch.tensor(math.nan))),
         "counts": counted(a=1),
     },
-    "counts 2 items of a batch while it trains, and 24": {
-        "loss": always(a=1.0),
-        "counts": lambda batch: {"a": len(batch[0])},
-    },
-    "a: a tensor for one micro-batch, and b: a tensor for another": {
-        "loss": changing(lambda zero: {"a": zero}, lambda zero: {"b": zero}),
-        "counts": None,
-    },
     "loss: a tensor for one micro-batch, and loss: a Loss for another": {
         "loss": changing(lambda zero: zero, a_loss),
         "counts": None,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import InputError, Loss
 from autobatch.device.base import SilentMeter
 from autobatch.rehearsal.attempt import attempt
 from autobatch.step.train_step import train_step
+from tests.support.faults import Fault
 from tests.support.kinds import Overflow
 from tests.support.step_workloads import setup
 from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, step_of
@@ -148,17 +148,11 @@ def test_an_invalid_loss_is_refused_and_moves_nothing(loss: Any, said: str, prec
     assert torch.equal(weights(train_state.model), before)
 
 
-class Counting(TorchDispatchMode):
-    """A mode in which every operator runs as it is."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_step_has_one_result_on_both_ways() -> None:
+    """Within a dispatch mode its numbers stay tensors."""
     workload = make_workload(model=lambda: network(torch.float32), train_data=points(8, dtype=torch.float32))
     results = []
-    for mode in (nullcontext(), Counting()):
+    for mode in (nullcontext(), Fault()):
         train_state = train_state_of(workload)
         parts = split(workload, [5, 3])
         with mode:

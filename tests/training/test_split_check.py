@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from autobatch import InputError, Loss, WholeBatchLoss
 from benchmarks.workloads import WORKLOADS
+from tests.support.kinds import Everything
 from tests.support.split_losses import PAIRS, checked
 from tests.support.training import (
     INFO_NCE,
@@ -39,17 +38,10 @@ def test_losses_that_can_be_split_give_no_note(changes, budget: str) -> None:
     assert checked(make_workload(**changes), budget=budget) == []
 
 
-def standardised(model, batch):
-    """Return rows that depend on batch statistics."""
-    rows = model(batch[0])
-    return (rows - rows.mean(0)) / rows.std(0)
-
-
 def test_a_loss_that_cannot_be_split_is_an_error_of_one_line_with_both_figures_and_the_cause() -> None:
     figures = r"norm [\d.e+-]+ at once and [\d.e+-]+ in micro-batches, which differs by .*"
-    seeing = WholeBatchLoss(represent=standardised, loss=INFO_NCE.loss)
+    seeing = WholeBatchLoss(represent=lambda m, b: m(b[0]) / m(b[0]).std(0), loss=INFO_NCE.loss)
     for loss, cause in (
-        (lambda m, b: mean_loss(m, b) + m(b[0]).mean(0).norm(), "depends on several samples at once"),
         (lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1), "with the sum and the number of its items"),
         (seeing, "each row from its own sample alone"),
     ):
@@ -81,35 +73,15 @@ def test_wrong_losses_are_refused_or_noted_and_right_ones_train(kind: str, optio
     assert notes == [] or HIDDEN in notes[0]
 
 
-class Noise(nn.Module):
-    """A network with random draws, in eval mode too."""
-
-    def __init__(self, draw) -> None:
-        super().__init__()
-        self.draw, self.body = draw, network()
-
-    def forward(self, x):
-        return self.body(self.draw(x))
+def out_of_memory(model, batch):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 OWN = torch.Generator()
 
 
-@pytest.mark.parametrize(
-    ("draw", "reason"),
-    [
-        (lambda x: functional.dropout(x, 0.4), HIDDEN),
-        (lambda x: x * torch.rand(()) + np.random.rand(), HIDDEN),
-        (lambda x: x + torch.rand(x.shape, generator=OWN, dtype=x.dtype), "generator of its own"),
-    ],
-)
-def test_means_over_samples_are_never_refused_beside_random_draws(draw, reason: str) -> None:
-    notes = checked(make_workload(model=lambda: Noise(draw)))
-    assert notes == [] or reason in notes[0]
-
-
-def out_of_memory(model, batch):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+def drawing(model, batch):
+    return mean_loss(model, (batch[0] + torch.rand(batch[0].shape, generator=OWN), batch[1]))
 
 
 def never_more_than_one(samples):
@@ -131,6 +103,7 @@ def noisy_and_counted(samples):
         ({"loss": lambda model, batch: mean_loss(model, batch) * 0.0}, "the gradient of 8 samples is zero"),
         ({"loss": out_of_memory}, "memory ran out for 8 samples"),
         ({"train_data": points(1)}, "the batch has 1"),
+        ({"loss": drawing}, "generator of its own"),
     ],
 )
 def test_a_check_that_cannot_be_made_is_a_note(changes, reason: str) -> None:
@@ -141,12 +114,6 @@ def test_a_check_that_cannot_be_made_is_a_note(changes, reason: str) -> None:
     assert checked(make_workload(**changes), micro_batch=24) == [], "no batch is split"
 
 
-def balanced(model, batch):
-    """Add the load-balancing term of a mixture of experts while training."""
-    scores = model(batch[0])
-    return cross_entropy(scores, batch[1]) + model.training * scores.softmax(1).mean(0).square().sum()
-
-
 def hardest(model, batch):
     """Train on the 20 hardest samples, which are all samples of a small batch."""
     if len(batch[0]) > 50:
@@ -155,9 +122,7 @@ def hardest(model, batch):
     return errors.topk(min(20, len(errors))).values.mean()
 
 
-def test_terms_of_training_and_of_many_samples_are_seen() -> None:
-    with pytest.raises(InputError, match="several samples at once"):
-        checked(make_workload(loss=balanced))
+def test_terms_of_many_samples_are_seen() -> None:
     with pytest.raises(InputError, match=r"the gradient of 32 samples.*several samples at once"):
         checked(make_workload(train_data=points(300), loss=hardest), micro_batch=32, target_batch=96)
 
@@ -176,25 +141,9 @@ def test_a_model_may_run_in_train_mode_only() -> None:
     assert checked(make_workload(model=lambda: TrainingOnly(network()))) == []
 
 
-class Dino(nn.Module):
-    """A student and a teacher, whose centre each pass moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = network(), network().requires_grad_(False)
-        self.register_buffer("center", torch.zeros(1, 3, dtype=torch.float64))
-
-
-def dino(model: nn.Module, batch) -> Tensor:
-    teacher = model.teacher(batch[0])
-    targets = ((teacher - model.center) / 0.04).softmax(1).detach()
-    model.center = model.center * 0.9 + teacher.detach().mean(0, keepdim=True) * 0.1
-    return -(targets * model.student(batch[0]).log_softmax(1)).sum(1).mean()
-
-
 def test_state_through_which_micro_batches_see_each_other_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match=r"the forward pass writes center, .*after_step"):
-        checked(make_workload(model=Dino, loss=dino))
+    with pytest.raises(InputError, match=r"the forward pass writes average, .*after_step"):
+        checked(make_workload(model=lambda: Everything().double()))
 
 
 def test_state_that_no_sample_enters_is_no_fault() -> None:

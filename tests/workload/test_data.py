@@ -93,18 +93,6 @@ def test_the_numbers_in_a_sample_are_counted(sample: Any, count: int) -> None:
     assert sampler([sample]).sizes() == [count]
 
 
-def test_data_that_can_fetch_many_samples_are_asked_once() -> None:
-    asked: list[list[int]] = []
-
-    class Together(Slow):
-        def __getitems__(self, ids: list[int]) -> list[Tensor]:
-            asked.append(ids)
-            return [torch.zeros(1) for _ in ids]
-
-    assert sampler(Together([1, 2, 3])).batch(2).shape == (2, 1)
-    assert asked == [[2, 1]]
-
-
 @pytest.mark.parametrize("samples", [[torch.zeros(2), torch.zeros(3)], [{"a": 1}, {"b": 2}], [None, None]])
 def test_samples_that_cannot_be_collated_are_described_in_one_line(samples: list[Any]) -> None:
     with pytest.raises(InputError, match=r"^the samples cannot .*shapes \[.*: give Workload\(collate=…\)$"):

@@ -8,25 +8,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from autobatch import AutobatchError, DoesNotFitError, InputError
-from autobatch.workload.feed import MicroBatches, open_feed
+from autobatch import AutobatchError, InputError
+from autobatch.workload.feed import open_feed
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state
-from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
 from tests.support.feeds import fed_loop, loader_workers
 from tests.support.kinds import stateful
 from tests.support.training import Augmented, Rows, make_workload, points
 
-PART = MicroBatchIds(0, range(2), [2, 5])
 SAMPLER = GlobalBatchSampler(samples=24, target_batch=10, seed=0, steps=3)
 
 
@@ -113,50 +109,28 @@ def test_out_of_memory_in_a_worker_shrinks_the_micro_batch() -> None:
     assert [record.micro_batch for record in records] == [2] * 6
     assert "MemoryError" in (records[0].recovered or "")
 
-    def always(samples):
-        raise MemoryError("none at all")
-
-    with (
-        fed_loop(make_workload(collate=always), workers=2, micro_batch=1) as loop,
-        pytest.raises(DoesNotFitError, match="micro-batch of 1"),
-    ):
-        list(loop.run())
-    with pytest.raises(MemoryError, match="none at all"):
-        _ = MicroBatches(make_workload(collate=always), 0)[PART]
-
 
 # Ends of workers.
-
-
-def die_of(number: int) -> None:
-    faulthandler.disable()  # pytest's would print
-    os.kill(os.getpid(), number)
 
 
 class Deadly(Rows):
     """Data that end their worker at its first sample, before it sent anything that the loop would miss."""
 
-    home = os.getpid()
-    end: Callable[[], object] = partial(die_of, signal.SIGKILL)
+    home, number = os.getpid(), 0
 
     def __getitem__(self, index: int):
         if os.getpid() != self.home:
-            type(self).end()
+            faulthandler.disable()  # pytest's would print
+            os.kill(os.getpid(), self.number)
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [
-        (partial(die_of, signal.SIGKILL), "-9"),
-        (partial(die_of, signal.SIGBUS), "-7|1"),  # torch catches it
-    ],
-)
-def test_a_worker_that_ended_is_reported_and_the_others_end(
-    end: Callable[[], object], code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Deadly, "end", end)
-    workload = make_workload(train_data=Deadly(*points().columns))
+# torch catches the second one.
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, "-9"), (signal.SIGBUS, "-7|1")])
+def test_a_worker_that_ended_is_reported_and_the_others_end(number: int, code: str) -> None:
+    data = Deadly(*points().columns)
+    data.number = number
+    workload = make_workload(train_data=data)
     with (
         pytest.raises(AutobatchError, match=rf"loader worker \d+ ended with exit code ({code}) "),
         fed_loop(workload, workers=2, steps=8) as loop,

@@ -6,7 +6,6 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,17 +47,6 @@ def test_an_error_is_described_in_one_line() -> None:
     assert remarks_on(error) == ["a remark"]
     assert describe(ValueError("two\nlines")) == "the workload raised ValueError: two"
     assert describe(SystemExit()) == "the workload called sys.exit()"
-
-
-def test_a_function_that_takes_other_arguments_is_named_with_its_line() -> None:
-    def loss(model: Any) -> None: ...
-
-    call = "import autobatch.workload.user_code as code\nwith code.user_code('loss', f): f(1, 2)"
-    package = Path(sys.modules["autobatch"].__file__ or "").parent
-    code = compile(call, str(package / "step.py"), "exec")
-    with pytest.raises(TypeError) as caught:
-        exec(code, {"f": loss})
-    assert failed_part(caught.value) == f"loss ({__file__}:{loss.__code__.co_firstlineno})"
 
 
 def test_an_error_is_carried_to_another_process_with_its_traceback() -> None:
