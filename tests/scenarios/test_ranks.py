@@ -84,6 +84,7 @@ WORKLOADS = {
     "random": partial(stateful, model=lambda: Everything().body),
     "ragged": ragged_workload,
     "blocks": partial(make_workload, **{**MEASURED, "model": lambda: Blocks().double(), "optimizer": adamw}),
+    "stream": partial(make_workload, train_data=lambda: iter(list(points(23))), validation_data=points(11)),
     "towers": towers,
     "default": make_workload,
     # Only one rank has a sample to validate on.
@@ -124,12 +125,13 @@ def assert_same_run(out: Path, alone: Path) -> None:
         ("blocks", 4, SHARD),  # the head has 3 rows
         ("towers", 2, REPLICATE),
         ("part", 2, SHARD),
+        ("stream", 2, {**REPLICATE, "epochs": 2, "steps": None}),
     ],
 )
 def test_a_run_does_not_depend_on_the_ranks(
     server: RankServer, tmp_path: Path, name: str, world: int, how: dict[str, Any]
 ) -> None:
-    expected = fit(name, str(tmp_path / "alone"), WATCHED)
+    expected = fit(name, str(tmp_path / "alone"), {**WATCHED, **how, "parallel": "auto"})
     out = tmp_path / "run"
     found = server.values(fit, name, str(out), {**WATCHED, **how}, world=world)
     assert_same_weights(found[0], expected)
@@ -161,6 +163,7 @@ def test_a_resume_on_as_many_ranks_is_bit_exact(server: RankServer, tmp_path: Pa
     ("name", "kinds"),
     [
         ("plain", ((2, REPLICATE), (3, {}), (1, {}))),
+        pytest.param("stream", ((3, REPLICATE), (2, {}), (1, {})), marks=pytest.mark.slow),
         pytest.param("blocks", ((2, SHARD), (4, SHARD), (3, {}), (1, {})), marks=pytest.mark.program),
     ],
 )

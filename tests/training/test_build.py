@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from autobatch import InputError, fit
+from autobatch import InputError
 from autobatch.cli.output import describe_failure
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device
@@ -19,6 +19,7 @@ from autobatch.planning import make_plan
 from autobatch.training.build import open_loop
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.options import as_options
+from tests.support.runs import fit
 from tests.support.training import (
     Rows,
     make_loop,
@@ -26,15 +27,6 @@ from tests.support.training import (
     make_workload,
     points,
 )
-
-OPTIONS: dict[str, Any] = {
-    "target_batch": 7,
-    "steps": 3,
-    "trials": 0,
-    "device": "cpu",
-    "memory_budget": "1GiB",
-    "max_micro_batch": 3,
-}
 
 
 @pytest.mark.parametrize(
@@ -52,8 +44,9 @@ OPTIONS: dict[str, Any] = {
 def test_a_wrong_result_of_a_function_is_refused_with_its_line(
     field: str, function: Any, tmp_path: Path
 ) -> None:
+    workload = make_workload(**{"validation_data": points(), field: function})
     with pytest.raises((InputError, TypeError)) as caught:
-        fit(make_workload(**{"validation_data": points(), field: function}), **OPTIONS, out=tmp_path)
+        fit(workload, tmp_path, target_batch=7, steps=3, max_micro_batch=3)
     place = f"{__file__}:{function.__code__.co_firstlineno}"
     assert f"the workload's {field} ({place})" in str(describe_failure(caught.value))
 

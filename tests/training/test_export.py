@@ -10,10 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from autobatch import InputError, Progress, fit
+from autobatch import InputError, Progress
 from autobatch.training.run import train
 from tests.support.probes import Listener
-from tests.support.runs import open_loop, settings
+from tests.support.runs import fit, open_loop, settings
 from tests.support.training import make_workload, weights
 
 
@@ -61,9 +61,8 @@ def test_weights_that_cannot_be_exported_are_known_before_the_first_attempt(
     model, message: str, tmp_path: Path
 ) -> None:
     heard = Listener()
-    options = {"target_batch": 6, "steps": 3, "device": "cpu", "trials": 0, "progress": heard}
     with pytest.raises(InputError, match=message):
-        fit(make_workload(model=model), out=tmp_path / "run", **options)
+        fit(make_workload(model=model), tmp_path, listener=heard, target_batch=6, steps=3)
     assert heard.sizes == []
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autobatch import CheckpointError, Progress, StepRecord, Training, fit
+from autobatch import CheckpointError, Progress, StepRecord, Training
 from autobatch.training.metrics import Metrics
 from autobatch.training.run import train
-from tests.support.runs import keep_only, open_loop, resume, settings
+from tests.support.runs import fit, keep_only, open_loop, resume, settings
 from tests.support.sample_run import a_step
 from tests.support.training import make_workload, points
 
@@ -85,7 +85,6 @@ class Kept:
 def test_a_run_hands_its_records_to_a_sink(tmp_path: Path) -> None:
     kept = Kept()
     workload = make_workload(train_data=points(24), validation_data=points(8))
-    options = {"target_batch": 8, "steps": 3, "trials": 0, "device": "cpu", "memory_budget": "1GiB"}
-    result = fit(workload, **options, out=tmp_path / "run", sinks=[kept], progress=False)
+    result, _ = fit(workload, tmp_path, target_batch=8, steps=3, sinks=[kept])
     assert kept.seen == [1, 2, 3, result.training, "closed"]
     assert result.training.validation

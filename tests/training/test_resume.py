@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch import DoesNotFitError, InputError, fit
+from autobatch import DoesNotFitError, InputError
 from autobatch.training.checkpoint import load_newest, save_checkpoint
 from autobatch.training.resume import capture_loop, load_run_state, restore_loop
 from tests.support.checkpoints import save
 from tests.support.faults import Fault
 from tests.support.kinds import RUNS, run_of
-from tests.support.probes import Listener
+from tests.support.runs import fit
 from tests.support.training import fingerprint, make_loop, make_workload, points
 
 STEPS = 8
@@ -99,32 +99,22 @@ def test_memory_that_runs_out_while_a_checkpoint_is_read_does_not_make_it_invali
     assert (loaded.path, loaded.passed_over) == (path, [])
 
 
-ASKED: dict[str, Any] = {
-    "target_batch": 8,
-    "steps": 2,
-    "trials": 0,
-    "device": "cpu",
-    "memory_budget": "64MiB",
-    "max_micro_batch": 4,
-}
+ASKED = {"target_batch": 8, "steps": 2, "memory_budget": "64MiB", "max_micro_batch": 4}
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of two steps."""
     out = tmp_path_factory.mktemp("run")
-    fit(make_workload(), **ASKED, out=out)
+    fit(make_workload(), out, **ASKED)
     return out
 
 
 def resume(done: Path, folder: Path, **changes: Any) -> list[str]:
     """Resume a copy of a run with other fields of its workload, or other options; return what is said."""
-    heard, fields = Listener(), {name: changes.pop(name) for name in ("model", "schedule") if name in changes}
-    samples = changes.pop("samples", 24)
+    fields = {name: changes.pop(name) for name in ("model", "schedule", "train_data") if name in changes}
     shutil.copytree(done, folder / "copy")
-    options = {**ASKED, "out": folder / "copy", "resume": True, "progress": heard, **changes}
-    fit(make_workload(train_data=points(samples), **fields), **options)
-    return heard.notes
+    return fit(make_workload(**fields), folder / "copy", resume=True, **{**ASKED, **changes})[1]
 
 
 def decaying(optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -139,7 +129,7 @@ def decaying(optimizer: torch.optim.Optimizer, steps: int) -> Any:
             "--target-batch 16 does not match the checkpoint .*step-00000002, which has 8",
         ),
         ({"seed": 7}, "--seed 7 does not match the checkpoint .*step-00000002, which has 0"),
-        ({"samples": 23}, "number of training samples 23 does not match .*, which has 24"),
+        ({"train_data": points(23)}, "number of training samples 23 does not match .*, which has 24"),
         ({"steps": 1}, "this run has 1 optimizer steps, but the checkpoint .* has taken 2 already"),
         ({"schedule": decaying, "steps": 9}, "number of optimizer steps 9 does not match .*, which has 2"),
         ({"model": lambda: nn.Linear(5, 3).double()}, "another model, optimizer or schedule"),
@@ -156,7 +146,7 @@ def test_another_batch_another_order_of_the_data_or_another_model_is_refused(
 def test_a_run_that_ended_in_a_short_batch_is_not_longer(tmp_path: Path) -> None:
     """The last batch of one epoch has 8 samples, and would have 16 in two."""
     asked = {**ASKED, "target_batch": 16, "steps": None}
-    fit(make_workload(), **asked, epochs=1, out=tmp_path / "run")
+    fit(make_workload(), tmp_path / "run", **asked, epochs=1)
     with pytest.raises(InputError, match=r"number of samples .* 32 does not match .* 24: give the same"):
         resume(tmp_path / "run", tmp_path, **asked, epochs=2)
 

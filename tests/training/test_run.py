@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 from autobatch import DoesNotFitError, InputError, NonFiniteError, Progress, RestartSmallerError
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
@@ -160,19 +159,14 @@ def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path:
     kept = list[Any]()
 
     def loss(model: Any, batch: Any) -> Tensor:
-        kept.append(model[0](batch[0]))
-        return cross_entropy(model(batch[0]), batch[1])
+        kept.append(batch[0].new_zeros(2**13))
+        return mean_loss(model, batch)
 
-    workload = make_workload(
-        model=lambda: nn.Sequential(nn.Linear(5, 1024), nn.ReLU(), nn.Linear(1024, 3)),
-        train_data=points(64, dtype=torch.float32),
-        loss=loss,
-    )
     gpu = SimulatedDevice(load_profile("rtx-4090"), memory_budget="12MiB")
     with gpu.training() as meter:
-        loop = make_loop(workload, target_batch=64, micro_batch=64, steps=99, device=gpu, meter=meter)
+        loop = make_loop(make_workload(loss=loss), steps=99, device=gpu, meter=meter)
         with pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
-            train(loop, settings(tmp_path / "run", target_batch=64), Progress())
+            train(loop, settings(tmp_path), Progress())
     found = re.search(r"held between steps: ([\d.]+) MiB after step 16, ([\d.]+) MiB now", str(caught.value))
     assert found is not None, caught.value
     early, late = map(float, found.groups())

@@ -53,13 +53,6 @@ class Copied(torch.Tensor):
         return self
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return how copied tensors went to a GPU."""
-    monkeypatch.setattr(Copied, "log", [])
-    return Copied.log
-
-
 @pytest.mark.parametrize(
     ("change", "is_pinned", "has_room", "way"),
     [
@@ -72,12 +65,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_tensors_go_to_a_gpu_from_pinned_memory_without_gaps(
-    log, monkeypatch, change, is_pinned: bool, has_room: bool, way: list[str]
+    monkeypatch, change, is_pinned: bool, has_room: bool, way: list[str]
 ) -> None:
+    monkeypatch.setattr(Copied, "log", [])
     monkeypatch.setattr(Copied, "pinned", is_pinned)
     monkeypatch.setattr(Copied, "has_room", has_room)
     to_device({"x": change(torch.ones(3, 4, 5)).as_subclass(Copied)}, CUDA)
-    assert log == [*way, "cuda:0 True"]
+    assert Copied.log == [*way, "cuda:0 True"]
 
 
 class Encoding(UserDict):
@@ -104,9 +98,10 @@ class Graph:
         return self
 
 
-def test_objects_go_to_a_gpu_as_their_methods_allow(log) -> None:
+def test_objects_go_to_a_gpu_as_their_methods_allow(monkeypatch) -> None:
+    monkeypatch.setattr(Copied, "log", [])
     assert isinstance(to_device(Encoding(ids=torch.ones(2).as_subclass(Copied)), CUDA), Encoding)
-    assert log == ["pin", "cuda:0 True"]
+    assert Copied.log == ["pin", "cuda:0 True"]
     assert to_device(Graph(waits=False), CUDA).log == ["pin", "cuda:0 True"]
     assert to_device(Graph(waits=True), CUDA).log == ["pin", "cuda:0 False"]
     assert to_device(Graph(waits=False), META).log == ["meta True"]
