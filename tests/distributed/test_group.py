@@ -45,9 +45,7 @@ def test_an_invalid_environment_is_named(change: dict[str, str | None], message:
 def test_a_rank_has_its_place_on_its_host_also_from_a_launcher_that_gives_none() -> None:
     environ = {**ENVIRON, "WORLD_SIZE": "8", "RANK": "6", "LOCAL_WORLD_SIZE": "4"}
     for more, place in ({}, 2), ({"LOCAL_RANK": "3"}, 3):
-        launch = read_launch(environ | more)
-        assert launch is not None
-        assert launch.local_rank == place
+        assert read_launch(environ | more).local_rank == place
 
 
 def test_a_rank_that_fails_alone_reports_it_and_torchrun_reads_the_line(tmp_path: Path) -> None:

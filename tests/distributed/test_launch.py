@@ -11,35 +11,26 @@ from typing import Any
 import pytest
 
 from autobatch.distributed.launch import end_of
-from tests.support.commandline import run
+from tests.support.commandline import SMALL, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform == "win32", reason="a shell script")]
-WORKLOAD = """
-import os, pathlib, signal, time, torch
-from torch.nn.functional import cross_entropy
-import autobatch
-from tests.support.training import points
-
+WORKLOAD = f"""
+import os, pathlib
+{SMALL}
 RANK, IS_AGAIN = os.environ.get("RANK", "0"), "AUTOBATCH_EARLIER_OUT" in os.environ
 STEPS = pathlib.Path("run/metrics.jsonl")
-
-def model():
-    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3)).double()
 
 def steps():
     return STEPS.read_text().count("\\n") if STEPS.exists() else 0
 
-def loss(model, batch):
+def struck(model, batch):
     EXTRA
-    return cross_entropy(model(batch[0]), batch[1])
+    return loss(model, batch)
 
 def workload():
-    return autobatch.Workload(
-        model=model, train_data=points(64), loss=loss, learning_rate=0.1,
-        optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate),
-    )
+    model = lambda: torch.nn.Sequential(torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+    return small(model=model, loss=struck, optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate))
 """
-ROOT = str(Path(__file__).parents[2])
 FIT = [
     "fit", "work.py", "--out", "run", "--target-batch", "14", "--memory-budget", "1GiB", "--trials", "0",
     "--max-micro-batch", "4", "--checkpoint-every", "1",
@@ -75,7 +66,7 @@ def fit(folder: Path, *options: str, extra: str = "pass", launcher: tuple[str, .
     """Train on two ranks, which the command starts if there is no other launcher."""
     (folder / "work.py").write_text(WORKLOAD.replace("EXTRA", extra))
     words = [*(launcher or [sys.executable]), "-m", "autobatch", *FIT, *options]
-    return run(folder, [*words, *([] if launcher else ["--ranks", "2"])], timeout=240, PYTHONPATH=ROOT)
+    return run(folder, [*words, *([] if launcher else ["--ranks", "2"])], timeout=240)
 
 
 @pytest.mark.slow

@@ -34,7 +34,6 @@ def test_the_least_limit_holds_for_all_ranks_and_names_its_gpu() -> None:
     found, planned, note = agree_on_limit(Told(*of_ranks), limits[0], 8, device)
     assert (found.micro_batch, found.limited_by, found.upper_bound_by) == (3, "memory", "replay")
     assert (found.world_size, planned) == (3, 2)
-    assert note is not None
     assert "at most 3, as fit on rank 1 (B on y), although 9 fit" in note
     assert agree_on_limit(Told(*of_ranks[:1] * 2), limits[0], 8, device)[2] is None
 

@@ -59,14 +59,8 @@ def take_steps(
     return result.loss
 
 
-def traced(meter: StorageTracker) -> tuple[int, int]:
-    """Return the most bytes that lived at a time, and the number of events."""
-    trace = meter.trace()
-    assert trace is not None
-    return peak_of(trace.canonical())
-
-
 def peak_of(trace: Trace) -> tuple[int, int]:
+    """Return the most bytes that lived at a time, and the number of events."""
     return replay(trace, CountingAllocator()).peak_allocated_bytes, len(trace.events)
 
 
@@ -87,7 +81,7 @@ def real(precision: Any) -> tuple[int, int]:
         train_state = build_train_state(workload, model, CPU, StepSettings(precision=precision))
         sharded.attach(train_state)
         take_steps(train_state, STEPS, batch_of, meter)
-        found = traced(meter)
+        found = peak_of(meter.trace().canonical())
     with pytest.raises(InputError, match="this process has a process group already"), fake_ranks(64):
         pass
     group.close()
@@ -121,7 +115,7 @@ def alone(precision: Any, steps: tuple[int, ...]) -> tuple[int, float]:
     meter = StorageTracker(CountingAllocator())
     with meter, on_copies(setup, meter) as train_state:
         loss = take_steps(train_state, steps, setup.worst_case.batch, meter)
-    return traced(meter)[0], loss
+    return peak_of(meter.trace().canonical())[0], loss
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])

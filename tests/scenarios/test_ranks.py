@@ -144,18 +144,23 @@ def test_a_run_does_not_depend_on_the_ranks(
     assert {path.name for path in out.iterdir()} >= {"model.safetensors", "result.json", "report.html"}
 
 
-def test_a_resume_on_as_many_ranks_is_bit_exact(server: RankServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [REPLICATE, SHARD], ids=str)
+def test_a_resume_on_as_many_ranks_is_bit_exact(
+    server: RankServer, tmp_path: Path, how: dict[str, str]
+) -> None:
     # No rank has a micro-batch of one sample, which BatchNorm cannot train on.
-    options = {**SAVED, "steps": 6, "target_batch": 16, "max_micro_batch": 4}
+    options = {**SAVED, **how, "steps": 6, "target_batch": 16, "max_micro_batch": 4, "ema": 0.5}
     found = server.values(fit, "random", str(tmp_path / "run"), options)
     assert found[0][0] == found[1][0]
     newest = load_newest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     first, second = newest.state["random"]
     assert not torch.equal(first["torch"], second["torch"]), "ranks draw other numbers"
+    averages = (tmp_path / "run" / "model-ema.safetensors").read_bytes()
     keep_only(tmp_path / "run", 4)
     again = server.values(fit, "random", str(tmp_path / "run"), {**options, "resume": True})
     assert [one[0] for one in again] == [one[0] for one in found]
+    assert (tmp_path / "run" / "model-ema.safetensors").read_bytes() == averages
     assert len(rows(tmp_path / "run")) == 6
 
 

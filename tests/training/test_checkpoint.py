@@ -40,7 +40,6 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     with torch.device("meta"):  # the default device of a user changes nothing
         path = save(tmp_path, 2, state=state)
         loaded = load_newest(tmp_path)
-    assert loaded is not None
     assert (loaded.path, loaded.facts, loaded.passed_over) == (path, {"seed": 1, "step": 2}, [])
     assert all(map(torch.equal, loaded.state["tensors"], state["tensors"]))
     assert loaded.state["values"] == values
@@ -77,7 +76,6 @@ def test_a_change_of_any_byte_is_detected(tmp_path: Path, name: str) -> None:
         (path / name).write_bytes(changed)
         assert not is_valid(path)
     loaded = load_newest(tmp_path)
-    assert loaded is not None
     assert loaded.state["step"] == 1
     (line,) = loaded.passed_over
     assert name in line

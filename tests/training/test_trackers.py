@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 
-from autobatch import Progress, StepRecord, fit
 from autobatch.cli import main as cli
 from autobatch.training.trackers import CURVES
-from tests.support.probes import Listener
-from tests.support.runs import rows
+from tests.support.runs import fit, fit_until, rows
 from tests.support.training import make_workload, points
 
 NAMES = ("tensorboard", "wandb", "mlflow")
-OPTIONS: dict[str, Any] = {
-    "target_batch": 8, "trials": 0, "device": "cpu", "memory_budget": "1GiB", "progress": False,
-}  # fmt: skip
 
 
 class Libraries:
@@ -85,26 +80,17 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Libraries:
     return found
 
 
-class Failing(Progress):
-    """A listener that raises after the third step of a first process."""
-
-    def stepped(self, step: StepRecord, of: int) -> None:
-        if step.step == 3:
-            raise RuntimeError("the power is gone")
-
-
 @pytest.mark.filterwarnings("default")
 def test_a_resumed_run_continues_its_logs_without_doubled_steps(
     libraries: Libraries, tmp_path: Path, no_pictures: None
 ) -> None:
-    options = OPTIONS | {"out": tmp_path / "run", "steps": 6, "checkpoint_every": 2, "log": [*NAMES, "wandb"]}
+    options = {"target_batch": 8, "steps": 6, "checkpoint_every": 2, "log": [*NAMES, "wandb"]}
     workload = make_workload(train_data=points(24), validation_data=points(8))
-    with pytest.raises(RuntimeError, match="the power is gone"):
-        fit(workload, **options | {"progress": Failing()})
+    fit_until(3, workload, tmp_path / "run", **options)
     assert libraries.steps() == [[1, 2, 3]] * 3
     assert {*libraries.ends} == {"closed", 1, "FAILED"}
     libraries.rows["tensorboard"].pop()  # a run that is killed has not written its newest events
-    result = fit(workload, **options, resume=True)
+    result, _ = fit(workload, tmp_path / "run", **options, resume=True)
     assert libraries.steps() == [[1, 2, 3, 4, 5, 6]] * 3
     assert {*libraries.ends} == {"closed", 1, "FAILED", 0, "FINISHED"}
     assert {str(config["target_batch"]) + config["lr_rule"] for config in libraries.configs} == {"8none"}
@@ -114,7 +100,7 @@ def test_a_resumed_run_continues_its_logs_without_doubled_steps(
     for logged in libraries.rows.values():
         found = {tag: value for step, values in logged if step == 6 for tag, value in values.items()}
         assert found == pytest.approx(expected)
-    fit(workload, **options)
+    fit(workload, tmp_path / "run", **options)
     assert len(libraries.rows) == 5, "a new run of each tracker, of which TensorBoard has a folder"
 
 
@@ -131,8 +117,7 @@ def test_a_missing_library_is_one_line_before_anything_runs(
 
 def test_a_tracker_that_fails_later_is_named_and_left_out(libraries: Libraries, tmp_path: Path) -> None:
     libraries.log = {}.pop  # type: ignore[method-assign]
-    heard = Listener()
-    options = OPTIONS | {"steps": 2, "out": tmp_path, "log": ["wandb"], "progress": heard}
-    assert fit(make_workload(train_data=points(24)), **options).training.optimizer_steps == 2
-    (note,) = [note for note in heard.notes if "sink" in note]
+    result, notes = fit(make_workload(), tmp_path, target_batch=8, steps=2, log=["wandb"])
+    assert result.training.optimizer_steps == 2
+    (note,) = [note for note in notes if "sink" in note]
     assert note.startswith("wandb.step raised TypeError")

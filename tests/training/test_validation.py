@@ -88,8 +88,8 @@ def test_no_smaller_size_is_tried_on_a_lost_device() -> None:
 
     def loss(model, batch):
         tried.append(len(batch[0]))
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise RuntimeError("CUDA error: out of memory")
 
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(RuntimeError, match="CUDA error"):
         metrics_of(make_workload(validation_data=HELD_OUT, loss=loss), 7)
     assert tried == [7]

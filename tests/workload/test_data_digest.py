@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from autobatch import InputError
-from autobatch.workload.data_digest import DataDigest, check_same_data, digest_data
+from autobatch.workload.data_digest import check_same_data, digest_data
 
 IDS = torch.arange(20)
 
@@ -31,12 +31,6 @@ class Drawn:
         return [drawn, np.random.default_rng().random() if self.unseeded else index]
 
 
-def digest(data: Any) -> DataDigest:
-    found = digest_data(data)
-    assert found is not None
-    return found
-
-
 def test_other_values_or_another_order_are_told_apart() -> None:
     def names(*given: Any) -> Any:
         return np.array(given, dtype=object)
@@ -48,14 +42,16 @@ def test_other_values_or_another_order_are_told_apart() -> None:
             for n in range(20)
         ]
 
-    assert digest(rows()) == digest(rows())
+    assert digest_data(rows()) == digest_data(rows())
     changed = {"text": "", "x": torch.zeros(2).bfloat16(), "names": names("", None), "of": {"c"}}
     others = [rows(**{key: value}) for key, value in changed.items()]
     for other in (rows()[::-1], rows()[:-1], *others):
-        assert not digest(other).is_same(digest(rows()))
+        assert not digest_data(other).is_same(digest_data(rows()))
     data = TensorDataset(torch.zeros(20), IDS)
     first, last = Subset(data, range(19)), Subset(data, [*range(15), 16, 15, 17, 18])
-    assert not digest(first).is_same(digest(last)), "the indices tell what the samples that are read do not"
+    assert not digest_data(first).is_same(digest_data(last)), (
+        "the indices tell what the samples that are read do not"
+    )
 
 
 def test_values_that_the_seed_decides_are_compared_and_no_generator_moves() -> None:
@@ -66,15 +62,18 @@ def test_values_that_the_seed_decides_are_compared_and_no_generator_moves() -> N
         return repr((random.getstate(), *np.random.get_state(), of_torch))
 
     before = states()
-    assert digest(data) == digest(Drawn())
+    assert digest_data(data) == digest_data(Drawn())
     assert states() == before
     assert digest_data(Drawn(unseeded=True)) is None
 
 
 def test_another_machine_may_round_values_otherwise() -> None:
-    here = digest(TensorDataset(torch.rand(20), IDS))
+    here = digest_data(TensorDataset(torch.rand(20), IDS))
     there = msgspec.structs.replace(here, values="other", machine="another")
     check_same_data([here, there, None], ["rank 0", "rank 1", "rank 2"])
-    for other in (msgspec.structs.replace(there, samples=21), digest(TensorDataset(torch.rand(20), IDS))):
+    for other in (
+        msgspec.structs.replace(there, samples=21),
+        digest_data(TensorDataset(torch.rand(20), IDS)),
+    ):
         with pytest.raises(InputError, match=r"of rank 2 are not those of rank 0.*generator="):
             check_same_data([here, there, other], ["rank 0", "rank 1", "rank 2"])

@@ -78,16 +78,14 @@ def test_samples_arrive_as_they_were_collated_and_are_read_one_at_a_time(workers
                 assert repr(capture_random_state()) == before
 
 
-class Ragged(Rows):
-    def __getitem__(self, index: int):
-        return torch.zeros(index + 1), 0
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"collate": lambda samples: sys.exit("no")}, r"the workload's collate called sys.exit\('no'\)"),
-        ({"train_data": Ragged(*points().columns)}, r"cannot be collated .* give Workload\(collate=…\)"),
+        (
+            {"train_data": [torch.zeros(n) for n in range(24)]},
+            r"cannot be collated .* give Workload\(collate=…\)",
+        ),
         # torch's queue would drop it, and the loop would wait in vain.
         ({"collate": lambda samples: {"lock": threading.Lock()}}, "cannot be sent from a loader worker"),
     ],
