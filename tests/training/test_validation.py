@@ -93,3 +93,11 @@ def test_no_smaller_size_is_tried_on_a_lost_device() -> None:
     with pytest.raises(RuntimeError, match="CUDA error"):
         metrics_of(make_workload(validation_data=HELD_OUT, loss=loss), 7)
     assert tried == [7]
+
+
+def test_the_mode_of_each_module_is_restored() -> None:
+    loop = make_loop(make_workload(validation_data=HELD_OUT))
+    model = loop.train_state.model.train()
+    model[1].eval()
+    Validator(loop).run()
+    assert [module.training for module in model.modules()] == [True, True, False, True]
