@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,21 +38,19 @@ FIT = [
 ]  # fmt: skip
 
 
-class Failed:
-    """The end of a rank, as torch reports it."""
-
-    def __init__(self, exitcode: int, timestamp: int = 0, out: str | None = None) -> None:
-        self.exitcode, self.timestamp, self.error_file_data = exitcode, timestamp, {"out": out}
+def failed(exitcode: int, timestamp: int = 0) -> Any:
+    """Return the end of a rank, as torch reports it."""
+    return SimpleNamespace(exitcode=exitcode, timestamp=timestamp, error_file_data={"out": None})
 
 
 @pytest.mark.parametrize(
     ("failures", "code", "named"),
     [
-        ({0: Failed(2), 1: Failed(-signal.SIGTERM)}, 2, None),
-        ({0: Failed(143), 1: Failed(3)}, 3, None),
-        ({0: Failed(1, 4), 1: Failed(-signal.SIGKILL)}, 1, "rank 1 was ended by SIGKILL"),
-        ({0: Failed(77), 1: Failed(-signal.SIGKILL, 30)}, 77, None),
-        ({0: Failed(143), 1: Failed(-signal.SIGTERM)}, 143, None),
+        ({0: failed(2), 1: failed(-signal.SIGTERM)}, 2, None),
+        ({0: failed(143), 1: failed(3)}, 3, None),
+        ({0: failed(1, 4), 1: failed(-signal.SIGKILL)}, 1, "rank 1 was ended by SIGKILL"),
+        ({0: failed(77), 1: failed(-signal.SIGKILL, 30)}, 77, None),
+        ({0: failed(143), 1: failed(-signal.SIGTERM)}, 143, None),
     ],
 )
 def test_a_killed_rank_is_the_cause_unless_torch_has_killed_it(

@@ -137,6 +137,7 @@ def test_a_run_does_not_depend_on_the_ranks(
     assert_same_weights(found[0], expected)
     assert_same_run(out, tmp_path / "alone")
     averages, others = (load_file(at / "model-ema.safetensors") for at in (out, tmp_path / "alone"))
+    assert averages.keys() == others.keys()
     assert max(apart(averages[one], others[one]) for one in others) < 1e-12
     assert len({one[0] for one in found}) == 1
     plan = found[0][2]["plan"]

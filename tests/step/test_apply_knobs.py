@@ -14,11 +14,6 @@ from tests.support.steps import step_of
 from tests.support.training import make_workload, train_state_of
 
 
-def steady() -> nn.Module:
-    """Return a model without dropout, whose draws depend on the memory layout."""
-    return convolutional(0.0)
-
-
 def train(knobs: dict[str, Any], **fields: Any) -> tuple[nn.Module, Any, list[float]]:
     """Train three batches of two micro-batches each, everything drawn from one seed."""
     workload = make_workload(
@@ -64,8 +59,10 @@ def test_a_loss_that_fails_leaves_the_model_unchanged() -> None:
 
 
 def test_channels_last_keeps_the_values() -> None:
-    # Not Adam, which turns the rounding error of a bias before a BatchNorm into whole steps.
-    fields = {"model": steady, "optimizer": lambda params, lr: torch.optim.SGD(params, lr=0.01)}
+    # No dropout, whose draws depend on the layout, nor Adam, which turns the rounding error of a bias before
+    # a BatchNorm into whole steps.
+    optimizer = lambda params, lr: torch.optim.SGD(params, lr=0.01)  # noqa: E731
+    fields = {"model": lambda: convolutional(0.0), "optimizer": optimizer}
     plain, _, before = train({}, **fields)
     turned, _, after = train({"channels_last": True}, **fields)
     assert turned[4].body[0].weight.is_contiguous(memory_format=torch.channels_last)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch import InputError, Loss
@@ -67,36 +67,28 @@ def changing(first: Any, second: Any) -> Any:
     return lambda model, _: next(left)(next(model.parameters()).sum())
 
 
-def a_loss(zero: Tensor) -> Loss:
-    return Loss(zero, 1)
-
-
-def counted(**values: Any) -> Any:
-    return lambda _: values
-
-
 WRONG: dict[str, dict[str, Any]] = {
     "counts=lambda batch: {'boxes': …, 'classes': …}": {"counts": None},
-    "the term 'boxes' of the loss counts": {"counts": counted(boxes=3, classes=9)},
-    "counts=… counts boxes, ": {"counts": counted(boxes=3)},
-    "must be finite": {"counts": counted(boxes=3, classes=math.inf)},
-    "found nan": {"counts": counted(boxes=torch.tensor(math.nan), classes=3)},
-    "must be a number or a 0-d tensor": {"counts": counted(boxes="3", classes=3)},
+    "the term 'boxes' of the loss counts": {"counts": lambda _: {"boxes": 3, "classes": 9}},
+    "counts=… counts boxes, ": {"counts": lambda _: {"boxes": 3}},
+    "must be finite": {"counts": lambda _: {"boxes": 3, "classes": math.inf}},
+    "found nan": {"counts": lambda _: {"boxes": torch.tensor(math.nan), "classes": 3}},
+    "must be a number or a 0-d tensor": {"counts": lambda _: {"boxes": "3", "classes": 3}},
     "must return a mapping of": {"counts": lambda _: 3},
-    "found an empty one": {"counts": counted()},
+    "found an empty one": {"counts": lambda _: {}},
     "found none": {"loss": always(), "counts": None},
     "other than 'loss'": {"loss": always(loss=1.0), "counts": None},
     "the term 'a' of the workload's loss must return a 0-d tensor or a Loss, found nothing (None): return": {
         "loss": always(a=None),
         "counts": None,
     },
-    "at least 0, found -1": {"loss": always(a=-1.0), "counts": counted(a=1)},
+    "at least 0, found -1": {"loss": always(a=-1.0), "counts": lambda _: {"a": 1}},
     "counts nan items of a batch": {
         "loss": always(a=lambda zero: Loss(zero, torch.tensor(math.nan))),
-        "counts": counted(a=1),
+        "counts": lambda _: {"a": 1},
     },
     "loss: a tensor for one micro-batch, and loss: a Loss for another": {
-        "loss": changing(lambda zero: zero, a_loss),
+        "loss": changing(lambda zero: zero, lambda zero: Loss(zero, 1)),
         "counts": None,
     },
 }

@@ -20,13 +20,7 @@ from autobatch.training.build import open_loop
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.options import as_options
 from tests.support.runs import fit
-from tests.support.training import (
-    Rows,
-    make_loop,
-    make_setup,
-    make_workload,
-    points,
-)
+from tests.support.training import Rows, make_loop, make_setup, make_workload, points
 
 
 @pytest.mark.parametrize(

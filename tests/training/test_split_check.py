@@ -14,14 +14,7 @@ from autobatch import InputError, Loss, WholeBatchLoss
 from benchmarks.workloads import WORKLOADS
 from tests.support.kinds import Everything
 from tests.support.split_losses import PAIRS, checked
-from tests.support.training import (
-    INFO_NCE,
-    Rows,
-    make_workload,
-    mean_loss,
-    network,
-    points,
-)
+from tests.support.training import INFO_NCE, Rows, make_workload, mean_loss, network, points
 
 HIDDEN = "its draws alone change the gradient"
 

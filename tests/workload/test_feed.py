@@ -138,15 +138,12 @@ def test_a_worker_that_ended_is_reported_and_the_others_end(number: int, code: s
 
 
 def test_a_worker_that_ends_while_the_loop_works_is_no_error_of_the_loop() -> None:
-    def feed_and_kill_in_the_loss() -> None:
-        with open_feed(make_workload(), SAMPLER, workers=2) as feed:
-            next(feed.collated(next(SAMPLER.batches()), 4))
-            with user_code("loss"):
-                os.kill(loader_workers()[0].pid, signal.SIGKILL)
-                time.sleep(60)
-
-    with pytest.raises(AutobatchError, match="exit code -9"):
-        feed_and_kill_in_the_loss()
+    expected = pytest.raises(AutobatchError, match="exit code -9")
+    with expected, open_feed(make_workload(), SAMPLER, workers=2) as feed:
+        next(feed.collated(next(SAMPLER.batches()), 4))
+        with user_code("loss"):
+            os.kill(loader_workers()[0].pid, signal.SIGKILL)
+            time.sleep(60)
     assert not loader_workers()
 
 
