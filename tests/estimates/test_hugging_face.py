@@ -122,8 +122,7 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body if self.command == "GET" else b"")
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
+    do_HEAD = do_GET
 
     def log_message(self, *_: object) -> None:
         """Print nothing."""

@@ -18,17 +18,13 @@ from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, open_setup
 from tests.support.probes import vectors
-from tests.support.training import Augmented, make_workload, mean_loss
+from tests.support.probes import work as small
+from tests.support.training import Augmented, adamw, mean_loss
 from tests.support.untouched import digest, fingerprint, live_tensors, with_gradients
 
 
-def adamw(parameters, learning_rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=learning_rate)
-
-
 def work(model: nn.Module, **fields) -> Workload:
-    known = {"train_data": Augmented(*vectors(120).columns), "optimizer": adamw, "learning_rate": 1e-3}
-    return make_workload(**{"model": lambda: model, **known, **fields})
+    return small(lambda: model, **{"train_data": Augmented(*vectors(120).columns), **fields})
 
 
 def setup_of(workload: Workload, budget: str = "1GiB", **options) -> Setup:
