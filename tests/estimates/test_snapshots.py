@@ -132,20 +132,20 @@ class Gpu:
         return {"segments": segments, "device_traces": [self.events]}
 
 
-Sizes = list[tuple[str, Callable[[int], int], int]]
-"""The blocks of a step: a line, the bytes of a size, and after how many further blocks it is freed."""
+Sizes = list[tuple[str, int, int, int]]
+"""The blocks of a step: a line, bytes, bytes per sample, and after how many further blocks it is freed."""
 
 
-def a_step(seed: int, length: int = 60) -> Sizes:
+def a_step(seed: int) -> Sizes:
     draw = random.Random(seed)
-    step: Sizes = []
-    for number in range(length):
-        constant, slope = draw.choice([(draw.randrange(1, 5 * MiB), 0), (0, draw.randrange(1, MiB))])
-        line = f"/home/me/train.py:{number}"
-        step.append(
-            (line, lambda m, constant=constant, slope=slope: constant + slope * m, draw.randrange(1, 40))
+    return [
+        (
+            f"/home/me/train.py:{number}",
+            *draw.choice([(draw.randrange(1, 5 * MiB), 0), (0, draw.randrange(1, MiB))]),
+            draw.randrange(1, 40),
         )
-    return step
+        for number in range(60)
+    ]
 
 
 def ran(step: Sizes, m: int, *, scratch_from: int = 10**9) -> Gpu:
@@ -153,12 +153,12 @@ def ran(step: Sizes, m: int, *, scratch_from: int = 10**9) -> Gpu:
     gpu = Gpu()
     for _ in range(2):
         due: dict[int, list[int]] = {}
-        for number, (line, size, life) in enumerate(step):
+        for number, (line, constant, slope, life) in enumerate(step):
             if m >= scratch_from and number % 10 == 5:
                 scratch = [gpu.take(3 * MiB, f"/home/me/sum.py:{number}"), gpu.take(16)]
                 for address in scratch:
                     gpu.drop(address)
-            due.setdefault(number + life, []).append(gpu.take(size(m), line))
+            due.setdefault(number + life, []).append(gpu.take(constant + slope * m, line))
             for address in due.pop(number, []):
                 gpu.drop(address)
         for addresses in due.values():
@@ -266,7 +266,7 @@ def test_a_hostile_file_runs_nothing(run, tmp_path):
 
 def test_recordings_that_part_too_far_give_no_answer(run):
     step = a_step(4)
-    other = [(line.replace("train", "other"), size, life) for line, size, life in step]
+    other = [(line.replace("train", "other"), *sizes) for line, *sizes in step]
     line = run({4: ran(step, 4).snapshot(), 12: ran(other, 12).snapshot()}, code=2)
     assert "part too far" in line
     assert "train.py:" in line

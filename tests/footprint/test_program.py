@@ -20,11 +20,9 @@ from autobatch.footprint.program import Program, Untraceable, rule_through
 
 
 @st.composite
-def recipes(draw, *, square: bool = False):
-    """Steps of a random program: ``(slope, constant, square)`` allocates, an int frees a live block."""
-    sizes = st.tuples(
-        st.integers(0, 300 * KiB), st.integers(0, 3 * MiB), st.integers(0, 500 if square else 0)
-    )
+def recipes(draw):
+    """Steps of a random program: ``(slope, constant)`` allocates, an int frees a live block."""
+    sizes = st.tuples(st.integers(0, 300 * KiB), st.integers(0, 3 * MiB))
     return draw(st.lists(st.one_of(sizes, sizes, st.integers(0, 30)), min_size=1, max_size=30))
 
 
@@ -52,7 +50,7 @@ def trace_of(recipe, m: int, *, shuffle: random.Random | None = None) -> Trace:
         reuse = shuffle is not None and free_ids and shuffle.random() < 0.5
         block = free_ids.pop() if reuse else next(ids)
         live.append(block)
-        events.append((block, step[0] * m + step[1] + step[2] * m * m))
+        events.append((block, step[0] * m + step[1]))
     flush()
     return Trace(tuple(events), ((0, "forward"),))
 
@@ -78,18 +76,10 @@ def test_the_cache_is_emptied_at_all_sizes_where_it_was_at_one() -> None:
     assert Program.fit([(2, small), (3, large)]).at(4).releases == (1,)
 
 
-@settings(max_examples=50)
-@given(recipes(square=True))
-def test_three_points_give_a_quadratic(recipe) -> None:
-    program = Program.fit([(m, trace_of(recipe, m)) for m in (2, 3, 5)])
-    for m in (1, 7, 64, 1001):
-        assert program.at(m) == trace_of(recipe, m).canonical()
-
-
 @pytest.mark.parametrize(
     ("size_of", "points"),
     [
-        (lambda m: 6 * m * (m - 1) // 2, (2, 3, 4)),  # distances of pairs: a coefficient is a fraction
+        (lambda m: 5 * m * (m - 1) // 2, (2, 3, 4)),  # distances of pairs: a coefficient is a fraction
         (lambda m: 4 * m * m, (4, 12)),
         (lambda m: MiB * -(-m // 64), (1158, 1336)),  # scratch of the sum of a bias gradient
         (lambda m: 3 * 2**20 * -(-m // 32), (130, 1336)),

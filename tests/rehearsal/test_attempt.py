@@ -123,23 +123,6 @@ def test_forty_out_of_memory_errors_leave_nothing_behind() -> None:
     assert live_tensors() <= count
 
 
-def broken_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    def fail(_: Tensor) -> None:
-        raise KeyError("backward")
-
-    loss = mean_loss(model, batch)
-    loss.register_hook(fail)
-    return loss
-
-
-def test_nothing_changes_if_the_users_code_raises_and_the_error_is_theirs() -> None:
-    live = with_gradients(with_batch_norm())
-    before = fingerprint(live)
-    with pytest.raises(KeyError, match="backward"):
-        autobatch.probe(work(live, loss=broken_backward), device="cpu", memory_budget="1MiB")
-    assert fingerprint(live) == before
-
-
 # Memory that an attempt must count.
 
 

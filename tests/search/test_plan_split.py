@@ -24,7 +24,6 @@ from tests.support.probes import probe_of
 from tests.support.ragged import (
     CONTRASTIVE,
     Sequences,
-    pad,
     padded_and_real,
     ragged_workload,
     simulated_setup,
@@ -105,12 +104,6 @@ def test_a_loss_that_ignores_the_padding_may_be_split_and_one_that_draws_has_the
     assert chosen(make_setup(ragged_workload(loss=loss)))[0].size_cut is not None
 
 
-def pairs_only(samples):
-    if len(samples) > 2:
-        raise ValueError("2 samples only")
-    return pad(samples)
-
-
 def end_to_end(samples):
     return tuple(torch.cat(column)[None] for column in zip(*samples, strict=True))
 
@@ -119,7 +112,6 @@ def end_to_end(samples):
     ("changes", "words"),
     [
         ({"train_data": tokens(), "collate": None, "size_of": None}, None),
-        ({"collate": pairs_only}, "2 samples only"),
         ({"collate": end_to_end}, "does not pad"),
         ({"loss": lambda model, batch: 1 / 0}, "ZeroDivisionError"),
     ],
