@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import WeightedRandomSampler
 
 import autobatch
-from autobatch import WholeBatchLoss
 from autobatch.training.checkpoint import load_newest
 from tests.support.kinds import Everything, stateful
 from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
 from tests.support.runs import keep_only, rows
 from tests.support.sharded_loops import Blocks
-from tests.support.steps import Towers, clip, two_towers
+from tests.support.steps import CLIP, Towers
 from tests.support.training import adamw, apart, fingerprint, make_workload, mean_loss, points, weights
 
 pytestmark = pytest.mark.distributed
@@ -31,26 +29,6 @@ COMMON: dict[str, Any] = {"target_batch": 7, "device": "cpu", "memory_budget": "
 WATCHED = {"steps": 6, "max_micro_batch": 2, "validate_every": 2, "max_grad_norm": 0.2, "ema": 0.5}
 SAVED = {"max_micro_batch": 2, "checkpoint_every": 2, "keep_last": 9}
 SHARD, REPLICATE = {"parallel": "shard"}, {"parallel": "replicate"}
-
-
-def towers(fails_at: int = 0) -> autobatch.Workload:
-    """Return a workload; memory runs out on rank 1 in that of its passes over two samples in training."""
-    passes, validated = list[int](), list[int]()
-
-    def failing(model: Towers, batch: Any) -> Any:
-        if not torch.is_grad_enabled():
-            validated.append(1)  # before the training, and not in a probe
-        elif validated and os.environ.get("RANK") == "1" and len(batch[0]) == 2:
-            passes.append(1)
-            if fails_at == len(passes):
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-        return two_towers(model, batch)
-
-    return make_workload(
-        model=lambda: Towers().double(),
-        loss=WholeBatchLoss(represent=failing, loss=clip),  # type: ignore[arg-type]
-        validation_data=points(17, seed=5),
-    )
 
 
 def halved(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
@@ -85,11 +63,12 @@ WORKLOADS = {
     "ragged": ragged_workload,
     "blocks": partial(make_workload, **{**MEASURED, "model": lambda: Blocks().double(), "optimizer": adamw}),
     "stream": partial(make_workload, train_data=lambda: iter(list(points(23))), validation_data=points(11)),
-    "towers": towers,
+    "towers": partial(
+        make_workload, model=lambda: Towers().double(), loss=CLIP, validation_data=points(17, seed=5)
+    ),
     "default": make_workload,
     # Only one rank has a sample to validate on.
     "part": partial(make_workload, **{**MEASURED, "optimizer": part_of, "validation_data": points(1)}),
-    "towers, failing": partial(towers, fails_at=5),
 }
 Trained = tuple[str, list[float] | None, dict[str, Any]]
 
@@ -202,14 +181,6 @@ def test_ranks_cut_a_batch_by_size_together(server: RankServer, tmp_path: Path) 
     keep_only(tmp_path / "run", 2)
     again = server.values(fit, "ragged", str(tmp_path / "run"), {**options, "split": "size", "resume": True})
     assert [one[0] for one in again] == [one[0] for one in found]
-
-
-def test_a_loss_over_the_whole_batch_runs_again_on_all_ranks(server: RankServer, tmp_path: Path) -> None:
-    """Memory runs out on one rank before the rows travel."""
-    options = {"split_check": "off", "steps": 3, "target_batch": 8, "max_micro_batch": 2, "validate_every": 2}
-    found = server.values(fit, "towers, failing", str(tmp_path / "run"), options)
-    assert_same_weights(found[0], fit("towers", str(tmp_path / "alone"), options))
-    assert [one[2]["training"]["oom_recoveries"] for one in found] == [1, 1]
 
 
 def plan_probe_and_fit(out: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

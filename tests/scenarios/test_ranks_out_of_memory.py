@@ -25,7 +25,7 @@ from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.sharded_loops import block_workload, sharded_loop
-from tests.support.training import TOKENS, apart, make_workload, weights
+from tests.support.training import INFO_NCE, TOKENS, apart, make_workload, weights
 
 pytestmark = pytest.mark.distributed
 LIMITS = [4, 3]
@@ -35,6 +35,7 @@ WORKLOADS = {
     "mean": plain,
     "tokens": partial(make_workload, **TOKENS),
     "terms": partial(detection, train_data=scenes(24)),
+    "whole batch": partial(make_workload, loss=INFO_NCE),
     "sharded": block_workload,
 }
 
@@ -67,8 +68,8 @@ def open_loop(
         finally:
             fault.armed = False
 
-    loop.engine.combine = marked(loop.engine.combine)  # type: ignore[method-assign]
-    loop.engine.sum_counts = marked(loop.engine.sum_counts)  # type: ignore[attr-defined]
+    for name in ("combine", "sum_counts", "complete"):
+        setattr(loop.engine, name, marked(getattr(loop.engine, name)))
     loop._train_batch = train_batch_armed  # type: ignore[method-assign]
     return loop, fault
 
@@ -98,9 +99,10 @@ def fail_everywhere(kind: str, stride: int) -> tuple[int, float, list[Any]]:
     [
         ("mean", 19),
         ("terms, step 0", 29),
+        ("whole batch", 31),
         *(
             pytest.param(kind, 1, marks=pytest.mark.slow)
-            for kind in ("mean", "tokens", "terms", "terms, step 0")
+            for kind in ("mean", "tokens", "terms", "terms, step 0", "whole batch")
         ),
     ],
 )

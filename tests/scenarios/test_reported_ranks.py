@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch import AutobatchError, InputError, Loss, Plan, StepRecord
+from autobatch import AutobatchError, InputError, StepRecord
 from tests.support.probes import Listener
-from tests.support.ragged import Sequences, ragged_workload
 from tests.support.rank_server import RankServer
 from tests.support.runs import fit
 from tests.support.training import (
@@ -23,26 +22,18 @@ from tests.support.training import (
     network,
     points,
     reference,
-    token_loss,
     weights,
 )
 
 pytestmark = pytest.mark.distributed
 LARGE = 2**19
 """Elements of a buffer that no run copies at every step."""
-LONGEST = 48
-"""Tokens of the longest sample."""
 
 
 class Started(Listener):
     """Listener that knows how many steps of the training are done."""
 
     steps = 0
-    micro_batch = 0
-    """Of the longest samples."""
-
-    def planned(self, plan: Plan) -> None:
-        self.micro_batch = plan.micro_batch
 
     def stepped(self, step: StepRecord, of: int) -> None:
         self.steps = step.step
@@ -83,47 +74,6 @@ def end_of_skipped_step(out: str) -> str:
 def test_all_ranks_end_a_step_that_cannot_be_skipped_alike(server: RankServer, tmp_path: Path) -> None:
     ended = server.run(end_of_skipped_step, str(tmp_path / "run"), seconds=60)
     assert [rank.value for rank in ended] in (["NonFiniteError"] * 2, ["ended"] * 2), ended
-
-
-def validate_longest(out: str, options: dict[str, Any]) -> tuple[str, int]:
-    """Train on samples of many lengths, and validate samples of the greatest; memory has room for no more.
-
-    Returns:
-        How the run ended, and its optimizer steps.
-    """
-    data = Sequences(2000, LONGEST)
-    longest = [data[index] for index in range(2000) if len(data[index][0]) == LONGEST]
-    listener = Started()
-
-    def model() -> nn.Module:
-        layers = nn.Embedding(7, 64), nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 7)
-        return nn.Sequential(*layers).double()
-
-    def loss(model: Any, batch: Any) -> Loss:
-        is_validated = listener.steps and not torch.is_grad_enabled()
-        if is_validated and batch[0].shape[1] == LONGEST and len(batch[0]) > listener.micro_batch:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return token_loss(model, batch)
-
-    workload = ragged_workload(
-        model=model, loss=loss, train_data=Sequences(96, LONGEST), validation_data=longest
-    )
-    options = {"target_batch": 48, "steps": 2, "memory_budget": "3MiB", **options}
-    try:
-        found, _ = fit(workload, Path(out), listener=listener, **options)
-    except AutobatchError as error:
-        return f"{type(error).__name__}: {error}", listener.steps
-    assert found.plan.split == options["split"]
-    return "ended", listener.steps
-
-
-@pytest.mark.program
-@pytest.mark.parametrize(("parallel", "split"), [("replicate", "size"), ("shard", "count")])
-def test_validation_takes_micro_batches_that_the_longest_samples_fit_in(
-    server: RankServer, tmp_path: Path, parallel: str, split: str
-) -> None:
-    options = {"parallel": parallel, "split": split}
-    assert server.values(validate_longest, str(tmp_path), options) == [("ended", 2)] * 2
 
 
 class Routed(nn.Module):

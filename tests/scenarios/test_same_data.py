@@ -14,6 +14,7 @@ import torch
 
 import autobatch
 from autobatch import InputError
+from tests.support.commandline import SMALL
 from tests.support.probes import Listener
 from tests.support.rank_server import RankServer
 from tests.support.runs import rows
@@ -54,24 +55,16 @@ def test_the_order_of_a_set_is_refused_over_ranks(tmp_path: Path, server: RankSe
 
 
 DRAWN = """
-import random, torch
+import random
 import numpy as np
-from torch.utils.data import TensorDataset, random_split
-from autobatch import Workload
+from torch.utils.data import Subset
 
-NUMBERS = [number / 64 for number in range(64)]
-random.shuffle(NUMBERS)
-ORDER = np.random.permutation(64)
+ORDER = random.sample(range(32), 32)
+KEPT = np.random.permutation(32)
 
 def workload():
-    data = TensorDataset(torch.tensor([[NUMBERS[place]] for place in ORDER]))
-    return Workload(
-        model=lambda: torch.nn.Linear(1, 1),
-        train_data=random_split(data, [40, 24])[0],
-        loss=lambda model, batch: model(batch[0]).sub(batch[0]).pow(2).mean(),
-        optimizer=lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate),
-        learning_rate=0.1,
-    )
+    places = [ORDER[KEPT[place]] for place in torch.randperm(32)[:20]]
+    return small(train_data=Subset(data(), places))
 """
 
 
@@ -89,7 +82,7 @@ def fit_drawn(folder: Path, steps: int, resume: bool = False) -> list[str]:
 def test_draws_at_import_and_in_the_function_are_alike_in_every_process(
     tmp_path: Path, server: RankServer
 ) -> None:
-    (tmp_path / "file.py").write_text(DRAWN)
+    (tmp_path / "file.py").write_text(SMALL + DRAWN)
     server.values(fit_drawn, tmp_path, 2)
     (notes,) = server.values(fit_drawn, tmp_path, 4, True, world=1)
     assert any("with another number of ranks" in note for note in notes)

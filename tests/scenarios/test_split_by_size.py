@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+from autobatch import Loss
+from autobatch.training.validation import Validator
 from autobatch.workload.feed import open_feed
 from tests.support.faults import Fault, Watching
 from tests.support.ragged import CONTRASTIVE, Sequences, ragged_split, ragged_workload
-from tests.support.training import apart, make_loop, weights
+from tests.support.training import apart, make_loop, token_loss, weights
 
 
 def loop_of(workload, *, by_size: bool = True, limit: int = 5, **options):
@@ -67,3 +72,15 @@ def test_out_of_memory_halves_the_failed_micro_batch_and_keeps_the_gradient() ->
     assert records[1].accumulation_steps > len(before)
     assert loop.oom_recoveries == 1
     assert apart(weights(loop.train_state.model), weights(undisturbed.train_state.model)) <= 1e-12
+
+
+def test_a_validation_takes_no_more_of_the_longest_samples_than_fit() -> None:
+    validated: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        validated.append(len(batch[0]))
+        return token_loss(model, batch)
+
+    loop = loop_of(ragged_workload(loss=loss, validation_data=Sequences(33)))
+    Validator(loop).run()
+    assert max(validated) == 5 < loop.micro_batch
