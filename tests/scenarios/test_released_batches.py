@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -44,23 +44,16 @@ class Lives:
         self.alive.append(sum(ref() is not None for ref in self.seen))
 
 
-def in_the_loop(workload: Workload) -> Iterator[object]:
-    return make_loop(workload).run()
+RUNS: dict[str, Callable[[Workload], object]] = {
+    "loop": lambda workload: [*make_loop(workload).run()],
+    "attempt": lambda workload: attempt(make_setup(workload), 5),
+    "trace": lambda workload: record(traced_step(make_setup(workload), capability=(9, 0)), 5),
+}
 
 
-def in_an_attempt(workload: Workload) -> Iterator[object]:
-    yield attempt(make_setup(workload), 5)
-
-
-def in_a_trace(workload: Workload) -> Iterator[object]:
-    yield record(traced_step(make_setup(workload), capability=(9, 0)), 5)
-
-
-@pytest.mark.parametrize("run", [in_the_loop, in_an_attempt, in_a_trace])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("kind", ["mean", "whole"])
-def test_no_micro_batch_outlives_its_forward_pass(
-    run: Callable[[Workload], Iterator[object]], kind: str
-) -> None:
+def test_no_micro_batch_outlives_its_forward_pass(run: Callable[[Workload], object], kind: str) -> None:
     lives = Lives()
     whole = WholeBatchLoss(represent=lives.forward, loss=lambda _, rows: rows.square().mean())
     workload = make_workload(
@@ -68,7 +61,7 @@ def test_no_micro_batch_outlives_its_forward_pass(
         train_data=points(dtype=torch.float32),
         loss=whole if kind == "whole" else lives.mean,
     )
-    assert list(run(workload))
+    assert run(workload)
     # Each forward pass counts those before its own, each backward pass its own as well.
     assert len(lives.alive) >= 2 * 3
     assert set(lives.alive) == {0}

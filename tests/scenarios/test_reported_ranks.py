@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch import AutobatchError, InputError, StepRecord
-from tests.support.probes import Listener
+from autobatch import AutobatchError, InputError
 from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group, ranked_loop
 from tests.support.runs import fit
 from tests.support.training import (
     Rows,
@@ -30,15 +29,6 @@ LARGE = 2**19
 """Elements of a buffer that no run copies at every step."""
 
 
-class Started(Listener):
-    """Listener that knows how many steps of the training are done."""
-
-    steps = 0
-
-    def stepped(self, step: StepRecord, of: int) -> None:
-        self.steps = step.step
-
-
 class Queued(nn.Module):
     """Model with a large buffer, of which a run keeps no copy."""
 
@@ -51,29 +41,28 @@ class Queued(nn.Module):
         return self.layers(inputs)
 
 
-def end_of_skipped_step(out: str) -> str:
-    """Let the third step have no finite loss, and rank 1 alone write a large buffer; return its error."""
-    listener = Started()
+def end_of_skipped_step() -> str:
+    """Let the third step have no finite loss, and rank 1 alone write a large buffer; return how it ended."""
+    group = open_group(6)
 
     def loss(model: Any, batch: Any) -> Tensor:
         found = mean_loss(model, batch)
-        if listener.steps != 2 or not model.training or os.environ["RANK"] == "0":
+        if loop.batches_seen != 2 or group.rank == 0:
             return found
         model.queue.add_(1)
         return found * float("nan")
 
-    options = {"on_nonfinite": "skip", "collective_timeout": 6, "target_batch": 8, "steps": 6}
+    options = {"target_batch": 8, "steps": 6, "on_nonfinite": "skip"}
+    loop = ranked_loop(group, make_workload(model=Queued, loss=loss), [4, 4], **options)
     try:
-        fit(make_workload(model=Queued, loss=loss), Path(out), listener=listener, **options)
+        list(loop.run())
     except AutobatchError as error:
         return type(error).__name__
     return "ended"
 
 
-@pytest.mark.program
-def test_all_ranks_end_a_step_that_cannot_be_skipped_alike(server: RankServer, tmp_path: Path) -> None:
-    ended = server.run(end_of_skipped_step, str(tmp_path / "run"), seconds=60)
-    assert [rank.value for rank in ended] in (["NonFiniteError"] * 2, ["ended"] * 2), ended
+def test_all_ranks_end_a_step_that_cannot_be_skipped_alike(server: RankServer) -> None:
+    assert server.values(end_of_skipped_step) == ["NonFiniteError"] * 2
 
 
 class Routed(nn.Module):

@@ -78,7 +78,6 @@ def ragged_workload(**changes: Any) -> Workload:
 def ragged_split(workload: Workload, limit: int = 5) -> SizeSplit:
     """Make a split in which ``limit`` of the longest samples fit, and more of shorter ones."""
     sizes = WorstCaseSampler(workload).sizes()
-    assert sizes is not None
     longest, digest = float(sizes.max()), sizes_digest(sizes)
     cut = SizeCut(longest=longest, micro_batch=limit, max_micro_batch=4 * limit, digest=digest)
     return SizeSplit(sizes=sizes, cut=cut)
