@@ -13,7 +13,6 @@ benchmarks.gpu.keep DIR`` turns the results into fixtures of the tests and into 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -23,23 +22,18 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu.claims import table
-from benchmarks.gpu.work import CUT, FAILED, LOST, Journal
+from benchmarks.gpu.work import CUT, FAILED, LOST, PARTS, Journal
+from benchmarks.report import arguments
 
 
 def main() -> int:
     """Measure until everything is tried or the time is over."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--minutes", type=float, default=9.0, help="end by then")
-    parser.add_argument("--part", nargs="*", help="parts to measure: the words before a slash in the table")
-    options = parser.parse_args()
+    options = arguments(__doc__, out=Path("gpu"), minutes=9.0, part=PARTS)
     until = time.time() + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
     journal = Journal(options.out)
     command = [sys.executable, "-m", "benchmarks.gpu.units", str(options.out)]
-    command += ["--call", str(journal.call), "--until", str(until)]
-    command += ["--part", *options.part] if options.part else []
+    command += ["--call", str(journal.call), "--until", str(until), "--part", *options.part]
     while measure(command, journal, until):
         pass
     text = table(journal.latest())

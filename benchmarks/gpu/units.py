@@ -12,13 +12,12 @@ import torch
 from benchmarks.gpu import commands, limits, recordings, speed
 from benchmarks.gpu.device import empty, room
 from benchmarks.gpu.facts import FACTS
-from benchmarks.gpu.work import Journal, Unit, work
+from benchmarks.gpu.work import PARTS, Journal, Unit, work
 from benchmarks.gpu.workloads import CASES
 from benchmarks.report import arguments
 
 FIRST = ("mlp", "gpt", "resnet-50", "gpt-124m", "encoder-masked", "lstm", "vision-transformer", "u-net")
 """Workloads that are measured before the others."""
-PARTS = ["facts", "tests", "limit", "record", "fit", "speed"]
 
 
 def units_of(out: Path) -> list[Unit]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 BEGUN, DONE, FAILED, CUT = "begun", "done", "failed", "cut"
 FILE = "rows.jsonl"
+PARTS = ["facts", "tests", "limit", "record", "fit", "speed"]
 LOST = 9
 """Exit code of a process whose GPU answers nothing any more. The next process goes on."""
 PATIENCE, GRACE_S = 3.0, 45.0
