@@ -106,13 +106,7 @@ VARYING = {"created", "resumed_from", "checkpoints"}
 @pytest.mark.program
 def test_the_result_of_a_resumed_run_is_that_of_the_whole_run(tmp_path: Path) -> None:
     def run(steps: int, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        options = {
-            "target_batch": 8,
-            "trials": 2,
-            "device": "cpu",
-            "checkpoint_every": 2,
-            "knobs": "optimizer",
-        }
+        options = {**RUN, "trials": 2, "checkpoint_every": 2, "knobs": "optimizer"}
         autobatch.fit(make_workload(), **options, steps=steps, out=tmp_path / "run", **more)
         result = json.loads((tmp_path / "run" / "result.json").read_text())
         return result, result.pop("training")

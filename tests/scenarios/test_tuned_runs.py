@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,6 @@ from tests.support.trials import SAMPLES, STEPS, linear_workload, signed, square
 
 TRACED = 1
 """The process id that a trace on fake tensors reads from every sample."""
-
-
-@pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
-    """Return a function that fixes what the tuner chooses."""
-
-    def fix(best: dict[str, Any]) -> None:
-        real = fastest.Search.find
-        chosen = lambda search: msgspec.structs.replace(real(search), best=best, changes=best)  # noqa: E731
-        monkeypatch.setattr(fastest.Search, "find", chosen)
-
-    return fix
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -60,11 +47,12 @@ def test_numbers_that_nobody_asked_to_change_stay(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.program
 def test_a_resumed_run_keeps_the_chosen_configuration(
-    choose: Callable[[dict[str, Any]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autobatch.tuning.space.usable_cores", lambda: 4)
-    best = {"loader_workers": 2}
-    choose(best)
+    best, find = {"loader_workers": 2}, fastest.Search.find
+    chosen = lambda search: msgspec.structs.replace(find(search), best=best, changes=best)  # noqa: E731
+    monkeypatch.setattr(fastest.Search, "find", chosen)
     seen: set[int] = set()
     options: dict[str, Any] = {
         "target_batch": 12,
