@@ -9,25 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-import autobatch
 from autobatch import InputError
 from tests.support.detection import detection, scenes, terms
+from tests.support.runs import fit, rows
 
-RUN: dict[str, Any] = {"target_batch": 24, "trials": 0, "steps": 2, "device": "cpu", "max_micro_batch": 9}
+RUN: dict[str, Any] = {"target_batch": 24, "steps": 2, "max_micro_batch": 9}
 
 
 def test_a_run_tells_each_term_wherever_it_tells_the_loss(tmp_path: Path) -> None:
     held_out = scenes(31)
     workload = detection(validation_data=held_out)
-    result = autobatch.fit(workload, **RUN, out=str(tmp_path))
-    training = result.training
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
+    result, _ = fit(workload, tmp_path, **RUN)
+    training, steps = result.training, rows(tmp_path)
+    for row in steps:
         assert list(row["terms"]) == ["boxes", "classes"]
         assert sum(row["terms"].values()) == pytest.approx(row["loss"], rel=1e-12)
         assert row["accumulation_steps"] == 3
-    assert training.final_terms == rows[-1]["terms"]
-    assert json.loads((tmp_path / "result.json").read_text())["training"]["final_terms"] == rows[-1]["terms"]
+    assert training.final_terms == steps[-1]["terms"]
+    assert json.loads((tmp_path / "result.json").read_text())["training"]["final_terms"] == steps[-1]["terms"]
     batch = torch.utils.data.default_collate([held_out[i] for i in range(31)])
     with torch.no_grad():
         own = {name: float(one.total / one.count) for name, one in terms(result.model.eval(), batch).items()}
@@ -39,4 +38,4 @@ def test_a_run_tells_each_term_wherever_it_tells_the_loss(tmp_path: Path) -> Non
 def test_a_metric_with_the_name_of_a_term_is_refused(tmp_path: Path) -> None:
     workload = detection(validation_data=scenes(9), metrics=lambda m, b: {"boxes": torch.zeros(())})
     with pytest.raises(InputError, match=r"Workload\(metrics=…\) and the loss both have boxes: rename"):
-        autobatch.fit(workload, **RUN, out=str(tmp_path))
+        fit(workload, tmp_path, **RUN)

@@ -7,25 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from autobatch.device.allocator.ledger import MemoryStats
-from tests.support.faults import Watching
 from tests.support.feeds import fed_loop
 from tests.support.kinds import stateful
 from tests.support.training import INFO_NCE, fingerprint, network
 
 
-class TwoSamplesFit(Watching):
-    """A meter of a GPU that holds two samples."""
+def refuse(_: nn.Module, given: tuple[Tensor]) -> None:
+    """Hold two samples as a GPU may."""
+    if len(given[0]) > 2:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
-    def count(self, tensors) -> None:
-        tensors = list(tensors)
-        if len(tensors[0]) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
-    def stats(self) -> MemoryStats:
-        return MemoryStats(None, None, None, None, None)
+def limited() -> nn.Module:
+    model = network(torch.float32)
+    model.register_forward_pre_hook(refuse)
+    return model
 
 
 def noisy(samples: Any) -> Any:
@@ -38,8 +37,8 @@ def noisy(samples: Any) -> Any:
 def test_workers_that_start_again_whenever_memory_runs_out_feed_what_a_run_without_them_has(
     fields: dict[str, Any],
 ) -> None:
-    workload = stateful(model=lambda: network(torch.float32), **fields)
-    with fed_loop(workload, workers=2, micro_batch=7, meter=TwoSamplesFit(None)) as loop:
+    workload = stateful(model=limited, **fields)
+    with fed_loop(workload, workers=2, micro_batch=7) as loop:
         records = list(loop.run())
         smaller = fingerprint(loop.train_state.model)
     assert [record.micro_batch for record in records] == [2] * 6
