@@ -209,7 +209,7 @@ def resume(run: Run) -> ToTrain:
 
 def _plan_again(run: Run, stored: Plan, sampler: GlobalBatchSampler, *, shares: bool) -> None:
     """Plan a stored run again, at its learning rate and without tuning."""
-    run.settle(trials=0, tune_lr=False)
+    run.settle(trials=0, tune_lr=False, knobs=None, timeout=None)
     if run.ranks.world > 1:
         run.settle(parallel="shard" if shares else "replicate")
     with run.trying:

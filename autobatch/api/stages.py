@@ -17,6 +17,7 @@ import msgspec
 from autobatch.api.run import Run, check_data_of_ranks
 from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.records import Plan, Remedy, Tuning
+from autobatch.core.text import listed
 from autobatch.device.profiles import data_home
 from autobatch.distributed.rank_plan import agree_on_limit
 from autobatch.estimates.suggestions import in_words, suggest
@@ -159,6 +160,10 @@ def tune(run: Run, steps: int = PLANNED_STEPS) -> None:
     """
     options, process = run.options, run.process
     has_trials, tunes_rate = options.command in ("tune", "fit") and options.trials != 0, options.tune_lr
+    of_trials = ("knobs",) if tunes_rate else ("knobs", "timeout")
+    idle = [f"--{name}" for name in of_trials if getattr(options, name) is not None]
+    if options.trials == 0 and idle:
+        run.progress.note(f"no effect with --trials 0: {listed(idle)}")
     if (has_trials or tunes_rate) and process.info.shards is not None:
         run.progress.note("nothing is tuned, because the ranks share the model")
         has_trials = tunes_rate = False

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from autobatch.cli.output import write_json, write_line
+from autobatch.cli.output import terminal_width, write_json, write_line
 from autobatch.cli.parser import HELP_WORDS, read_words
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
@@ -97,7 +97,8 @@ def profiles(words: list[str]) -> Answer:
                 title = f"{profile.title}{measured}"
                 rows.append([profile.name, format_bytes(profile.total_bytes), capability, title])
             content = {"schema": SCHEMA, "autobatch": __version__, "profiles": known}
-            return content, "\n".join([*aligned(rows), "CC: compute capability. Sources: profiles show NAME"])
+            lines = aligned(rows, terminal_width())
+            return content, "\n".join([*lines, "CC: compute capability. Sources: profiles show NAME"])
         case ["show", name]:
             profile = load_profile(name)
             return profile, format_profile(profile).rstrip()
@@ -132,7 +133,7 @@ def compare(words: list[str]) -> Answer:
     rows = [["", *map(str, folders)], ["differs" if found.differing else "nothing given differs", *gap]]
     rows += [[name, *cells] for name, cells in found.differing.items()]
     rows += [["planned and reached", *gap], *([name, *cells] for name, cells in found.reached.items())]
-    return content, "\n".join(aligned(rows))
+    return content, "\n".join(aligned(rows, terminal_width()))
 
 
 def doctor(words: list[str]) -> Answer:
@@ -147,6 +148,7 @@ def doctor(words: list[str]) -> Answer:
     from autobatch.device.cuda import visible_gpus
     from autobatch.device.host import cpu_name, host_memory
     from autobatch.device.nvml import NvmlAbsent, read_gpus
+    from autobatch.report.tables import folded
 
     shown, has_cuda, built_for = read_gpus(), torch.cuda.is_available(), torch.version.cuda
     missing = []
@@ -172,7 +174,8 @@ def doctor(words: list[str]) -> Answer:
         "home": str(data_home(os.environ)),
         "missing": missing,
     }
-    return {"schema": SCHEMA, "autobatch": __version__, **findings}, "\n".join(_outline(findings))
+    lines = (folded(line, terminal_width(), 15) for line in _outline(findings))
+    return {"schema": SCHEMA, "autobatch": __version__, **findings}, "\n".join(lines)
 
 
 def _outline(found: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import difflib
 import gc
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from autobatch.cli.output import (
@@ -108,26 +105,32 @@ def end_now(code: int) -> NoReturn:
     """End this process without the handlers that run at an exit, but delete what they would."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # Only here, and in `run`: the help does not need it.
+    import shutil
+
     util = sys.modules.get("multiprocessing.util")
     if util is not None:  # its folder, which loader workers have used
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     os._exit(code)
 
 
-@dataclass
 class Call:
-    """A command with its words, and what it has come to, for the report of a failure."""
+    """A command with its words, and what it has come to, for the report of a failure.
 
-    name: str
-    words: list[str]
-    line: str
-    """The command line that repeats it."""
-    is_verbose: bool
-    """True to print the traceback of an error."""
-    ranks: Ranks | None = None
-    """The processes that run it together; None before they have met."""
-    run: Run | None = None
-    """The run of the pipeline; None before there is one."""
+    Args:
+        arguments: the command and its words.
+    """
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.name, *self.words = arguments
+        self.line = shlex.join(["autobatch", *arguments])
+        """The command line that repeats it."""
+        self.is_verbose = "--verbose" in arguments
+        """True to print the traceback of an error."""
+        self.ranks: Ranks | None = None
+        """The processes that run it together; None before they have met."""
+        self.run: Run | None = None
+        """The run of the pipeline; None before there is one."""
 
 
 def run(arguments: list[str]) -> int:
@@ -135,8 +138,10 @@ def run(arguments: list[str]) -> int:
     name, *words = arguments or ["--help"]
     if name in QUESTIONS:
         return write_line(QUESTIONS[name])
-    call = Call(name, words, shlex.join(["autobatch", *arguments]), "--verbose" in words)
+    call = Call(arguments)
     if name not in COMMANDS:
+        import difflib
+
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "see autobatch --help"
         return report_failure(call, InputError(f"there is no command {quoted(name)}; {hint}"))

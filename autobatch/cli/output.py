@@ -6,12 +6,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError, UserCodeError
 from autobatch.core.text import error_text, one_line
 from autobatch.core.version import __version__
+
+if TYPE_CHECKING:  # the help does not need it
+    from pathlib import Path
 
 PARTS: dict[str, tuple[str, ...]] = {
     "probe": ("device", "probe", "profile"),
@@ -88,6 +90,14 @@ def undelivered_code(error: OSError) -> int:
         return 0
     print_error(f"cannot write to standard output: {error.strerror or error}")
     return 1
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal; None if standard output is none."""
+    # Only here: the help does not need it.
+    import shutil
+
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def write_line(text: str) -> int:
@@ -212,7 +222,7 @@ def write_log(error: BaseException, command: str, folder: Path | None) -> Path |
 
     text = (
         f"{time.strftime('%Y-%m-%dT%H:%M:%S+00:00', time.gmtime())}  {command}\nautobatch {__version__}, "
-        f"python {platform.python_version()}, in {Path.cwd()}\n"
+        f"python {platform.python_version()}, in {os.getcwd()}\n"
         f"{''.join(traceback.format_exception(error))}\n"
     )
     for path in (*([] if folder is None else [folder / "run.log"]), new_log()):

@@ -70,11 +70,8 @@ def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Optio
         return f"{option} in {path}" if option in in_file else spelled(option)
 
     place = given.pop("workload", None)
-    if place is not None and not (isinstance(place, str) and re.fullmatch(f"{TEXT}+", place)):
-        where = label("workload") if "workload" in in_file else "WORKLOAD"
-        raise InputError(
-            f"{where} must be file.py, file.py:function or module:function in UTF-8, found {quoted(place)}"
-        )
+    if "workload" in on_line:
+        _check_place(place, "WORKLOAD")
     fields = fields_of(name)
     values = {option: value for option, value in given.items() if option in fields}
     return place, options_from(name, values, names={option: label(option) for option in fields})
@@ -126,6 +123,14 @@ def read_words(
     return values, others
 
 
+def _check_place(place: object, label: str) -> None:
+    """Check the reference to a workload as far as is possible without looking for it."""
+    if not (isinstance(place, str) and re.fullmatch(f"{TEXT}+", place)):
+        raise InputError(
+            f"{label} must be file.py, file.py:function or module:function in UTF-8, found {quoted(place)}"
+        )
+
+
 def _is_value(word: str) -> bool:
     return word == "-" or not word.startswith("-")
 
@@ -136,7 +141,12 @@ def spelled(option: str) -> str:
 
 
 def _read_file() -> tuple[Path, dict[str, Any]]:
-    """Return the config file of the working directory, and its options; those of no command are refused."""
+    """Return the config file of the working directory, and its options.
+
+    Raises:
+        InputError: it is no such table, or an option is of no command, or has a wrong value, also if the
+            command does not take it, or takes another value from the command line.
+    """
     path = next((path for path in map(Path, ("autobatch.toml", "pyproject.toml")) if path.is_file()), None)
     if path is None:
         return Path(), {}
@@ -149,6 +159,12 @@ def _read_file() -> tuple[Path, dict[str, Any]]:
     known = {*all_fields(), "workload"}
     if unknown := [name for name in table if name not in known]:
         raise InputError(f"{path}: {unknown_option(unknown[0], known)}")
+    for option, value in table.items():
+        label = f"{option} in {path}"
+        if option == "workload":
+            _check_place(value, label)
+        else:
+            all_fields()[option].convert(value, label)
     return path, table
 
 

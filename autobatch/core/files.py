@@ -9,14 +9,16 @@ import os
 import secrets
 import tomllib
 from collections.abc import Callable, Iterator
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.text import one_line
+
+if TYPE_CHECKING:  # half of what this module imports
+    from importlib.resources.abc import Traversable
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 """Failures of decoding and converting: also integers of 5,000 digits, and deep nesting."""

@@ -36,7 +36,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE
 from autobatch.core.knobs import parse_knobs
 from autobatch.core.records import LearningRateRule, Precision
-from autobatch.core.text import LONGEST_VALUE, printable, quoted
+from autobatch.core.text import LONGEST_VALUE, listed, printable, quoted
 from autobatch.core.units import TiB, parse_budget
 
 COMMANDS = ("fit", "plan", "probe", "tune", "estimate")
@@ -187,9 +187,17 @@ class Option(NamedTuple):
         for kind in get_args(self.type) if is_union else (self.type,):
             with suppress(*UNREADABLE):
                 if kind is not NoneType:
-                    return msgspec.convert(plain, kind, strict=False)
-        shown = ", ".join(map(quoted, value)) if isinstance(value, list) else quoted(value)
-        raise InputError(f"{label} must be {self.expected}, found {shown}")
+                    converted = msgspec.convert(plain, kind, strict=False)
+                    break
+        else:
+            shown = ", ".join(map(quoted, value)) if isinstance(value, list) else quoted(value)
+            raise InputError(f"{label} must be {self.expected}, found {shown}")
+        try:
+            if self.check is not None:
+                self.check(converted)
+        except InputError as error:
+            raise InputError(f"{label}: {error}") from None
+        return converted
 
 
 def option(group: str, text: str, default: Any = None, **more: Any) -> Any:
@@ -383,11 +391,6 @@ def options_from(command: str, values: Mapping[str, Any], names: Mapping[str, st
         if name not in known:
             raise InputError(unknown_option(labels[name], known, command=command))
         given[name] = known[name].convert(value, labels[name])
-        try:
-            if (check := known[name].check) and given[name] is not None:
-                check(given[name])
-        except InputError as error:
-            raise InputError(f"{labels[name]}: {error}") from None
     options = Options(command=command, **given)
     if command in PLANS and options.target_batch is None:
         raise InputError(f"{labels['target_batch']} is missing: give {known['target_batch'].expected}")
@@ -415,7 +418,7 @@ def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> st
         return f"the option {asked} is gone: {instead}"
     known = {plain(name): name for name in names}
     if command and plain(asked) in all_fields() and plain(asked) not in known:
-        others = " and ".join(all_fields()[plain(asked)].commands)
+        others = listed(all_fields()[plain(asked)].commands)
         see = f"see autobatch {command} --help-all"
         return f"{command} does not take {asked}, which is an option of {others}; {see}"
     near = [*OTHER_NAMES.get(plain(asked), "").split(), *difflib.get_close_matches(plain(asked), known, n=1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 LONGEST_LINE = 2000
 """Characters of a message; a terminal shows that many in 25 lines."""
@@ -59,6 +60,11 @@ def module_in_words(name: str) -> str:
     """Write the name of a module; that of a `torch.nn.Sequential`, a number, as a place: ``model[0]``."""
     first, dot, rest = name.partition(".")
     return f"model[{first}]{dot}{rest}" if first.isdecimal() else name
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write names as English lists them: ``fit``, ``fit and plan``, ``fit, plan and tune``."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def cut(text: str, limit: int | None) -> str:

@@ -28,7 +28,7 @@ from autobatch.device.profiles import HardwareProfile
 from autobatch.estimates.attention import GENERATIONS, Capability
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, Unpredictable, footprint
-from autobatch.estimates.gpus import Gpus
+from autobatch.estimates.gpus import Gpus, few
 from autobatch.estimates.suggestions import Change, changes_of, helpful, in_words
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.footprint.explain import explain
@@ -107,11 +107,10 @@ class Estimator:
         gpus = self._gpus
         found = with_remedies(self.limits(), gpus, self._remedies)
         table = self._table() if gpus.world > 1 else []
-        notes = [
-            f"{estimate.profile}: {estimate.parallel_reason}"
-            for estimate in found
-            if estimate.parallel_reason
-        ]
+        reasons: dict[str | None, list[str]] = {}
+        for estimate in found:
+            reasons.setdefault(estimate.parallel_reason, []).append(estimate.profile)
+        notes = [f"{few(names)}: {reason}" for reason, names in reasons.items() if reason]
         notes += [*gpus.notes(found), *stream_notes(self._workload.train_data), *self._notes()]
         ordered = found if gpus.are_named else sorted(found, key=need)
         return Estimates(estimates=ordered, over_ranks=table, notes=list(dict.fromkeys(notes)))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Precision
+from autobatch.core.text import listed
 from autobatch.core.units import GiB, KiB, format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
@@ -147,13 +148,17 @@ class Gpus:
         names = [estimate.profile for estimate in estimates if estimate.fits and estimate.micro_batch == cap]
         if options.micro_batch is None and names:
             option = "--max-micro-batch" if cap == options.max_micro_batch else "--target-batch"
-            where = ", ".join(names) if len(names) <= MOST_NAMED else plural(len(names), "GPU")
-            notes.append(f"{option} {cap:,} bounds the micro-batch on {where}: more may fit without it")
+            notes.append(f"{option} {cap:,} bounds the micro-batch on {few(names)}: more may fit without it")
         if self.world > 1 and options.memory_budget is None:
             notes.append(
                 f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"
             )
         return notes
+
+
+def few(names: Sequence[str]) -> str:
+    """Name a few GPUs, or count many."""
+    return listed(names) if len(names) <= MOST_NAMED else plural(len(names), "GPU")
 
 
 def gpu_allocator(limit: int | None, expandable: bool = False, **settings: Any) -> CachingAllocator:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options, fields_of
-from autobatch.core.text import LONGEST_VALUE, error_text, one_line, printable
+from autobatch.core.text import LONGEST_VALUE, cut, error_text, one_line, printable, quoted
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates
 from autobatch.workload.contract import Workload
@@ -150,7 +150,10 @@ def load_config(name: str) -> Any:
         # Asked once: without an answer, the client behind from_pretrained tries for 24 seconds.
         if not is_folder and not try_to_load_from_cache(name, "config.json"):
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        values, _ = transformers.PretrainedConfig.get_config_dict(name)
+        kind = values.get("model_type")
+        if kind is None or kind in transformers.CONFIG_MAPPING:
+            return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         where = "check its config.json and your packages"
         if not is_folder:
@@ -162,6 +165,11 @@ def load_config(name: str) -> Any:
         ) from None
     finally:
         hub_logging.set_verbosity(verbosity)
+    first = (values.get("architectures") or ["a model"])[0]
+    raise InputError(
+        f"{NAMED_MODEL}{shown} is {quoted(first)} of model type {quoted(kind)}, which transformers "
+        f"{transformers.__version__} does not know: update transformers, or write a workload for the model"
+    )
 
 
 class Task(NamedTuple):
@@ -192,9 +200,9 @@ class Task(NamedTuple):
             if heads and model is not None and model.main_input_name == INPUTS[heads[-1][1]]:
                 return cls(config, name, *heads[-1])
         raise InputError(
-            f"{reference} is {first} (model type {config.model_type}), which is trained in no way that is "
-            f"known here: of models of text alone, of images, and of speech as Whisper's, known are "
-            f"architectures that end in {', '.join(HEADS)}. Write a workload for it"
+            f"{cut(reference, LONGEST_VALUE)} is {quoted(first)} of model type {quoted(config.model_type)}; "
+            "known here is the training of text alone, of images, and of speech as Whisper's: write a "
+            "workload for it"
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -23,13 +24,41 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines of text with columns of equal width. Columns with numbers end at their right."""
+def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Return rows as lines of text with columns of equal width. Columns with numbers end at their right.
+
+    A table that is wider than the terminal is continued below, with its first column again.
+
+    Args:
+        rows: the cells; the first column names the row.
+        width: of the terminal; None for no limit.
+    """
     columns = [[printable(cell) for cell in column] for column in zip(*rows, strict=True)]
+    wide = [max(map(len, column)) for column in columns]
     for at, column in enumerate(columns):
-        width, is_text = max(map(len, column)), not any(cell[:1].isdigit() for cell in column)
-        columns[at] = [cell.ljust(width) if is_text or not at else cell.rjust(width) for cell in column]
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+        is_text = not any(cell[:1].isdigit() for cell in column)
+        columns[at] = [cell.ljust(wide[at]) if is_text or not at else cell.rjust(wide[at]) for cell in column]
+    parts = [[0]]
+    for at in range(1, len(columns)):
+        is_over = width is not None and sum(wide[i] + 2 for i in parts[-1]) + wide[at] > width
+        if is_over and len(parts[-1]) > 1:
+            parts.append([0])
+        parts[-1].append(at)
+    lines: list[str] = []
+    for part in parts:
+        last = sum(wide[i] + 2 for i in part[:-1])
+        lines += [""] * bool(lines)
+        for row in range(len(rows)):
+            lines.append(folded("  ".join(columns[at][row] for at in part).rstrip(), width, last))
+    return lines
+
+
+def folded(line: str, width: int | None, indent: int) -> str:
+    """Wrap a line between its words, with its rest indented; None for no limit of the width."""
+    if width is None:
+        return line
+    rest = " " * min(indent, width // 2)
+    return textwrap.fill(line, width, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False)
 
 
 def table_of(caption: str, records: Sequence[T], cells: Mapping[str, Callable[[T], str]]) -> Table:
@@ -77,9 +106,19 @@ def trials_table(trials: Sequence[Trial]) -> Table:
 
 
 def estimate_lines(
-    estimates: Sequence[Estimate], over_ranks: Sequence[RankEstimate], recorded: Recorded | None
+    estimates: Sequence[Estimate],
+    over_ranks: Sequence[RankEstimate],
+    recorded: Recorded | None,
+    width: int | None = None,
 ) -> Iterator[str]:
-    """Yield what is predicted: what fits on each GPU, and where the memory of a single one goes."""
+    """Yield what is predicted: what fits on each GPU, and where the memory of a single one goes.
+
+    Args:
+        estimates: one for each GPU.
+        over_ranks: the same for other numbers of ranks and other GPUs.
+        recorded: a program that ran, in place of estimates.
+        width: of the terminal; None for no limit.
+    """
     if recorded is not None:
         yield from _recorded_lines(recorded)
         return
@@ -97,9 +136,9 @@ def estimate_lines(
         "steps": lambda gpu: "" if gpu.plan is None else count(gpu.plan.accumulation_steps),
     }
     table = table_of("", estimates, cells)
-    yield from aligned([table.head, *table.rows])
+    yield from aligned([table.head, *table.rows], width)
     if over_ranks:
-        yield from ("", "largest micro-batch of a rank:", *_rank_lines(over_ranks))
+        yield from ("", "largest micro-batch of a rank:", *_rank_lines(over_ranks, width))
     for gpu in estimates:
         is_alone = len(estimates) == 1
         if is_alone:
@@ -112,7 +151,7 @@ def estimate_lines(
             yield f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
 
 
-def _rank_lines(cells: Sequence[RankEstimate]) -> list[str]:
+def _rank_lines(cells: Sequence[RankEstimate], width: int | None) -> list[str]:
     """Return the largest micro-batch of a rank: a row for each GPU, a column for each number of ranks."""
     worlds = list(dict.fromkeys(cell.world_size for cell in cells))
     limits = {(cell.profile, cell.world_size): cell.micro_batch for cell in cells}
@@ -120,7 +159,7 @@ def _rank_lines(cells: Sequence[RankEstimate]) -> list[str]:
         [gpu, *(count(limits[gpu, world]) if limits.get((gpu, world)) else "–" for world in worlds)]
         for gpu in dict.fromkeys(cell.profile for cell in cells)
     ]
-    return aligned([["GPU", *(plural(world, "rank") for world in worlds)], *rows])
+    return aligned([["GPU", *(plural(world, "rank") for world in worlds)], *rows], width)
 
 
 def _memory_lines(gpu: Estimate) -> list[str]:

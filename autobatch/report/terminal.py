@@ -6,7 +6,6 @@ What fits, the plan and what was reached are printed once, at the end.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
@@ -20,7 +19,7 @@ from autobatch.core.text import LONGEST_VALUE, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.report.facts import describe_trial, device_facts, final_facts, peak_bytes
-from autobatch.report.tables import estimate_lines
+from autobatch.report.tables import estimate_lines, folded
 from autobatch.report.words import loss_in_words, metrics_in_words, plural, terms_in_words
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ class Terminal(Progress):
             force_jupyter=False,
         )  # fmt: skip
         self._quiet = quiet
+        self._width = self._console.width if self._console.is_terminal else None
         has_line = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
         self._line = LiveLine(self._console) if has_line else None
         self._steps: tuple[int, int | None] = 0, None
@@ -137,11 +137,7 @@ class Terminal(Progress):
         self._end()
         for fact in final_facts(result, out=result.out, report=result.report):
             line = f"{fact.label:<{LABEL}}{printable(fact.text)}"
-            if self._console.is_terminal and fact.kind != "whole":
-                indent = " " * LABEL
-                line = textwrap.fill(
-                    line, self._console.width, subsequent_indent=indent, break_on_hyphens=False
-                )
+            line = line if fact.kind == "whole" else folded(line, self._width, LABEL)
             style = "bold" if fact.kind == "main" else "dim"
             self._console.print(Text(line, style=style), soft_wrap=True)
         for text in result.notes:
@@ -152,8 +148,9 @@ class Terminal(Progress):
         self._end()
         for text in estimates.notes:
             self.note(text)
-        for line in estimate_lines(estimates.estimates, estimates.over_ranks, estimates.recorded):
-            self._console.print(Text(printable(line)), soft_wrap=True)
+        found, width = estimates, self._width
+        for line in estimate_lines(found.estimates, found.over_ranks, found.recorded, width):
+            self._console.print(Text(folded(printable(line), width, 4)), soft_wrap=True)
 
     def _say(self, text: str, style: str = "") -> None:
         if not self._quiet:

@@ -104,6 +104,8 @@ def train_plan(
 
     for line in check_batch_norms(setup.model, plan, sampler):
         add_note(line)
+    if run.options.validate_every is not None and setup.workload.validation_data is None:
+        add_note("no effect without validation data: --validate-every")
     progress.doing("preparing the training")
     resumed, seeds = run.resumed, run.resumed is not None and bool(run.resumed.facts.get("sample_seeds"))
     with open_loop(setup, plan, run.options, sampler, ranks, sample_seeds=seeds, note=add_note) as loop:

@@ -217,6 +217,12 @@ class StreamReader:
                     "parts, which looks like a batch: write a function that yields its samples, for example "
                     "with `while True: yield from zip(*get_batch())`"
                 )
+            is_iterable = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
+            if not is_iterable or isinstance(source, str | bytes):
+                raise InputError(
+                    f"the function of Workload(train_data=…) returned {kind_of(source)}, which has no "
+                    "samples: write a function that yields them, or returns what can be iterated"
+                )
             if isinstance(source, DataLoader) and source.batch_sampler is not None:
                 raise InputError(
                     f"the function of Workload(train_data=…) returned {kind_of(source)}, which yields "

@@ -33,6 +33,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ((*FIT, "--memory-budget", "nonsense"), "--memory-budget: 'nonsense' is not a size"),
     ((*FIT, "--steps", "3", "--epochs", "2"), "exclude each other"),
     (("probe", "--steps", "3"), "probe does not take --steps, which is an option of fit"),
+    (("probe", "--target-batch", "8"), "which is an option of fit, plan, tune and estimate; see"),
+    (("plan", "--trials", "8"), "which is an option of fit and tune; see"),
     (("profiles", "shwo"), "found 'shwo'"),
     (("profiles", "show", "nope"), "no profile 'nope'"),
     (("doctor", "now"), "takes no arguments, found 'now'"),

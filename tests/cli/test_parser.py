@@ -54,6 +54,12 @@ def test_a_file_may_hold_options_of_other_commands() -> None:
         ("autobatch.toml", "steps = true", "steps in .* must be a whole number of 1 or more, found True"),
         ("autobatch.toml", "workload = 3", "workload in .* must be file.py"),
         ("autobatch.toml", "memory_budget = 'lots'", "memory_budget in .*: 'lots' is not a size in bytes"),
+        (
+            "autobatch.toml",
+            "target_batch = 0",
+            "target_batch in .* must be a whole number of 1 or more, found 0",
+        ),
+        ("autobatch.toml", "micro_batch = 'all'", "micro_batch in .* must be a whole number of 1 or more"),
         ("pyproject.toml", "tool = 3", "tool must be a table, found 3"),
         ("pyproject.toml", "\xff = ", "is not TOML"),
     ],

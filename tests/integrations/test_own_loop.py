@@ -160,6 +160,8 @@ PLAN = small_plan()
             {"workload": make_workload(train_data=lambda: (torch.ones(4, 3), torch.ones(4)))},
             r"looks like a batch: .* yield from zip",
         ),
+        ({"workload": make_workload(train_data=lambda: None)}, r"returned nothing \(None\), .*: write a"),
+        ({"workload": make_workload(train_data=lambda: "mnist")}, "returned a str, which has no samples"),
         (
             {"workload": make_workload(train_data=lambda: DataLoader(points(), batch_size=4))},
             r"a DataLoader, which yields batches in place of samples: .*from_loader",

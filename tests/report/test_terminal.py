@@ -98,7 +98,9 @@ def test_foreign_names_are_shown_and_never_obeyed(kind: type[io.StringIO]) -> No
         assert ("[/x] [bold]:smile:" in text) == (event[0] == "estimated")
 
 
-def test_an_estimate_has_a_column_for_each_world_and_what_would_help_and_where_memory_goes() -> None:
+def test_an_estimate_has_a_column_for_each_world_and_what_would_help_and_where_memory_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     remedy = Remedy(name="bf16", advice="--precision bf16", micro_batch=128, peak_bytes=1 << 30)
     none = an_estimate(profile="old", fits=False, micro_batch=0, plan=None, remedies=[remedy])
     cell = {"profile": "a100", "budget_bytes": 1, "peak_reserved_bytes": 1}
@@ -110,6 +112,10 @@ def test_an_estimate_has_a_column_for_each_world_and_what_would_help_and_where_m
     assert any(row[:6] == ["old", "22.0", "GiB", "does", "not", "fit"] for row in rows)
     assert ["a100", "–", "64"] in rows
     assert ["128", "--precision", "bf16", "(peak", "1.00", "GiB)"] in rows
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = shown(("estimated", both), stream=ATerminal())
+    assert max(map(len, narrow.splitlines())) <= 40
+    assert set(narrow.split()) == {word for row in rows for word in row}, "nothing is cut"
     alone = Estimates(estimates=[an_estimate(memory={"weights": 3, "activations": 9}, modules={"0": 9})])
     text = " ".join(shown(("estimated", alone)).split())
     assert text.endswith("weights 3 B 25% activations 9 B 75% model[0] 9 B 75%")
