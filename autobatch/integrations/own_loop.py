@@ -350,8 +350,9 @@ def _sampler_of(workload: Workload, ranks: Ranks, options: Options) -> GlobalBat
     data: Any = workload.train_data
     stream, samples = data if is_stream(data) else None, None
     if stream is not None and options.epochs is not None:
+        logger.warning(COUNTED)
         samples, remarks = ranks.once(lambda: count_samples(stream))
-        for line in (COUNTED, *remarks):
+        for line in remarks:
             logger.warning(line)
     sampler = open_sampler(workload, stream, ranks, options, samples)
     if ranks.world > 1 and stream is None:

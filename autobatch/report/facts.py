@@ -124,13 +124,14 @@ def _describe_fits(probe: Probe, place: str, size: str) -> str:
     fits += on_each_rank(probe.world_size, probe.parallel)
     if probe.source == "asked":
         return fits
-    if probe.source.startswith("saved "):
-        return f"{fits} (saved on {probe.source.removeprefix('saved ')}, confirmed by one run)"
+    bound, is_saved = probe.upper_bound_by or "cap", probe.source.startswith("saved ")
+    runs = f"{probe.source.replace(' ', ' on ')}, confirmed by one run"
+    runs = runs if is_saved else plural(len(probe.attempts), "test run")
     more = count(probe.micro_batch + probe.multiple)
     evidence = {
         "run": f"{more} ran and do not",
         "error": f"{more} do not run, for another reason than memory",
-        "replay": f"{more} do not ({plural(len(probe.attempts), 'test run')})",
+        "replay": f"{more} do not",
         "cap": {
             "target_batch": "that is the whole target batch",
             "dataset": "those are all samples of the data",
@@ -138,7 +139,7 @@ def _describe_fits(probe: Probe, place: str, size: str) -> str:
             "memory": "memory limits it",
         }[probe.limited_by],
     }
-    return f"{fits}; {evidence[probe.upper_bound_by or 'cap']}"
+    return f"{fits}; {evidence[bound]}" + f" ({runs})" * (is_saved or bound == "replay")
 
 
 def on_each_rank(world: int, parallel: str | None) -> str:

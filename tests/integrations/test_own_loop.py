@@ -147,6 +147,16 @@ def test_batches_are_iterated_once() -> None:
 PLAN = small_plan()
 
 
+def test_a_stream_without_an_end_is_remarked_on_before_it_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    def endless() -> Iterator[Any]:
+        yield from points()
+        raise KeyboardInterrupt  # of a user who waits for the end
+
+    with pytest.raises(KeyboardInterrupt):
+        autobatch.batches(make_workload(train_data=endless), PLAN, optimizer=sgd(network()))
+    assert "give the number of optimizer steps instead" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -36,6 +36,10 @@ RUNS: dict[str, tuple[RunRecord, str]] = {
         "93 samples at a time in 6.00 GiB; 101 ran",
     ),
     "a limit that a replay has shown": (probed(upper_bound_by="replay"), "94 do not (6 test runs)"),
+    "a saved limit": (
+        probed(source="saved 2026-11-02", upper_bound_by="replay"),
+        "94 do not (saved on 2026-11-02, confirmed by one run)",
+    ),
     "a cap": (probed(limited_by="dataset", upper_bound_by="cap"), "all samples of the data"),
     "ranks that share the model": (probed(world_size=2, parallel="shard"), "which share the model"),
     "real batches": (
