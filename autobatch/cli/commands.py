@@ -174,7 +174,7 @@ def doctor(words: list[str]) -> Answer:
         "home": str(data_home(os.environ)),
         "missing": missing,
     }
-    lines = (folded(line, terminal_width(), 15) for line in _outline(findings))
+    lines = [part for line in _outline(findings) for part in folded(line, terminal_width(), 15)]
     return {"schema": SCHEMA, "autobatch": __version__, **findings}, "\n".join(lines)
 
 

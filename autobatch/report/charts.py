@@ -179,7 +179,7 @@ def training_figure(records: Sequence[StepRecord], checkpoints: Sequence[int] = 
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.set_xlabel("optimizer step")
 
-    saved = f"Checkpoints after {', '.join(map(count, checkpoints))}." if checkpoints else ""
+    saved = f"Checkpoints after step {', '.join(map(count, checkpoints))}." if checkpoints else ""
     return draw("training", "Training", paint, height=100 + 85 * len(panels), note=saved)
 
 

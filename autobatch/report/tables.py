@@ -49,16 +49,17 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str
         last = sum(wide[i] + 2 for i in part[:-1])
         lines += [""] * bool(lines)
         for row in range(len(rows)):
-            lines.append(folded("  ".join(columns[at][row] for at in part).rstrip(), width, last))
+            lines += folded("  ".join(columns[at][row] for at in part).rstrip(), width, last)
     return lines
 
 
-def folded(line: str, width: int | None, indent: int) -> str:
+def folded(line: str, width: int | None, indent: int) -> list[str]:
     """Wrap a line between its words, with its rest indented; None for no limit of the width."""
     if width is None:
-        return line
+        return [line]
     rest = " " * min(indent, width // 2)
-    return textwrap.fill(line, width, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False)
+    lines = textwrap.wrap(line, width, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False)
+    return lines or [""]
 
 
 def table_of(caption: str, records: Sequence[T], cells: Mapping[str, Callable[[T], str]]) -> Table:
@@ -111,14 +112,7 @@ def estimate_lines(
     recorded: Recorded | None,
     width: int | None = None,
 ) -> Iterator[str]:
-    """Yield what is predicted: what fits on each GPU, and where the memory of a single one goes.
-
-    Args:
-        estimates: one for each GPU.
-        over_ranks: the same for other numbers of ranks and other GPUs.
-        recorded: a program that ran, in place of estimates.
-        width: of the terminal; None for no limit.
-    """
+    """Yield what is predicted, at the width of a terminal: what fits, and where memory goes."""
     if recorded is not None:
         yield from _recorded_lines(recorded)
         return
@@ -148,7 +142,8 @@ def estimate_lines(
             yield from ("", f"predicted micro-batch{on} with a change:")
         for remedy in gpu.remedies or () if is_alone or not gpu.fits else ():
             figure = count(remedy.micro_batch) if remedy.micro_batch else "does not fit"
-            yield f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
+            line = f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
+            yield from folded(line, width, 11)
 
 
 def _rank_lines(cells: Sequence[RankEstimate], width: int | None) -> list[str]:

@@ -137,7 +137,7 @@ class Terminal(Progress):
         self._end()
         for fact in final_facts(result, out=result.out, report=result.report):
             line = f"{fact.label:<{LABEL}}{printable(fact.text)}"
-            line = line if fact.kind == "whole" else folded(line, self._width, LABEL)
+            line = line if fact.kind == "whole" else "\n".join(folded(line, self._width, LABEL))
             style = "bold" if fact.kind == "main" else "dim"
             self._console.print(Text(line, style=style), soft_wrap=True)
         for text in result.notes:
@@ -150,7 +150,7 @@ class Terminal(Progress):
             self.note(text)
         found, width = estimates, self._width
         for line in estimate_lines(found.estimates, found.over_ranks, found.recorded, width):
-            self._console.print(Text(folded(printable(line), width, 4)), soft_wrap=True)
+            self._console.print(Text("\n".join(folded(printable(line), width, 4))), soft_wrap=True)
 
     def _say(self, text: str, style: str = "") -> None:
         if not self._quiet:

@@ -52,7 +52,8 @@ def find_workload(workload: object, seed: int = 0) -> Workload:
                     module = importlib.import_module(place)
         name = name or Workload.name
         if not hasattr(module, name):
-            own = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+            functions = inspect.getmembers(module, inspect.isfunction)
+            own = [name for name, value in functions if value.__module__ == module.__name__]
             raise InputError(
                 f"{place} has no function {name!r}, found {', '.join(own) or 'none'}: write {place}:FUNCTION"
             )

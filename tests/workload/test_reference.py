@@ -61,7 +61,9 @@ def test_a_module_and_a_file_are_found_and_take_the_name_of_no_other_module(tmp_
     ],
 )
 def test_a_reference_to_nothing_names_what_was_searched(reference: Any, message: str, tmp_path: Path) -> None:
-    (tmp_path / "found_mod.py").write_text(MAKES + "number = 3\ndef nothing(): pass\n")
+    (tmp_path / "found_mod.py").write_text(
+        MAKES + "number = 3\nfrom shutil import copy\ndef nothing(): pass\n"
+    )
     with pytest.raises(InputError, match=message):
         find_workload(reference)
 
