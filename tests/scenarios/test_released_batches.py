@@ -8,14 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 import autobatch
 from autobatch import WholeBatchLoss, Workload
 from autobatch.core.units import MiB
-from autobatch.device.cpu import CpuDevice
 from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import attempt
+from tests.scenarios.test_probed_limits import survives
 from tests.support.step_workloads import traced_step
 from tests.support.training import make_loop, make_setup, make_workload, network, points
 
@@ -73,23 +72,6 @@ def autoencoder() -> nn.Module:
     )
 
 
-def peak_of_a_loop_by_hand(workload: Workload, micro_batch: int) -> int:
-    """Train three steps of two micro-batches as a user does, and return the peak of allocated bytes."""
-    with CpuDevice(memory_budget="1GiB").enforced() as meter:
-        model = workload.model()
-        optimizer = workload.optimizer(model.parameters(), 1e-3)
-        meter.count(model.parameters())
-        for _ in range(3):
-            for _ in range(2):
-                with meter.uncounted():
-                    batch = default_collate([workload.train_data[index] for index in range(micro_batch)])
-                meter.count(batch)
-                workload.loss(model, batch).backward()  # while the next one is read, this one is held
-            optimizer.step()
-            optimizer.zero_grad()
-        return meter.stats().peak_allocated_bytes or 0
-
-
 def test_a_plan_for_a_loop_by_hand_counts_the_micro_batch_that_it_keeps() -> None:
     workload = make_workload(
         model=autoencoder,
@@ -99,4 +81,6 @@ def test_a_plan_for_a_loop_by_hand_counts_the_micro_batch_that_it_keeps() -> Non
     plan = autobatch.plan(workload, target_batch=200, progress=False, device="cpu", memory_budget=BUDGET)
     limit = plan.probe.micro_batch
     assert 50 < limit < 200
-    assert peak_of_a_loop_by_hand(workload, limit) <= BUDGET < peak_of_a_loop_by_hand(workload, limit + 2)
+    setup = make_setup(workload, BUDGET)
+    assert survives(setup, limit, 3, holds_batch=True)
+    assert not survives(setup, limit + 2, 3, holds_batch=True)

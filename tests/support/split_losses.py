@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from autobatch import Loss, WholeBatchLoss
+from autobatch import WholeBatchLoss
 from autobatch.planning import make_plan
 from autobatch.training.split_check import examine_run
 from tests.support.ragged import pad
@@ -47,17 +47,9 @@ def mask_tokens(samples: list[tuple[Tensor]]) -> dict[str, Tensor]:
     return {"ids": ids.masked_fill(hidden, 0), "labels": ids.masked_fill(~hidden, IGNORED)}
 
 
-def masked_mean(model, batch):
-    """Return the mean over the hidden tokens of the batch, and take an entry out of the batch."""
-    labels = batch.pop("labels")
-    return cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-
-
-def masked_sum(model, batch):
-    labels = batch.pop("labels")
-    scores = model(batch["ids"]).flatten(0, 1)
-    total = cross_entropy(scores, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return Loss(total, (labels != IGNORED).sum())
+def popping(loss):
+    """Let a loss of ids and labels take its labels out of the batch, which is a dictionary."""
+    return lambda model, batch: loss(model, (batch["ids"], batch.pop("labels")))
 
 
 def few_short_texts() -> list[tuple[Tensor, Tensor]]:
@@ -116,7 +108,7 @@ VIEWS: dict[str, Any] = {
 }
 SCALE, MIXED = "a mean over something else than samples", "several samples at once"
 PAIRS: dict[str, tuple[dict[str, Any], Any, Any, str]] = {
-    "masked tokens": (MASKED, masked_mean, masked_sum, SCALE),
+    "masked tokens": (MASKED, popping(whole_tokens), popping(token_loss), SCALE),
     "class weights": ({"train_data": rare_class()}, whole_weighted, weighted, SCALE),
     "few short texts": (SHORT, whole_tokens, token_loss, SCALE),
     "augmented views": (VIEWS, contrast, WholeBatchLoss(represent=both_views, loss=info_nce), MIXED),
