@@ -90,19 +90,12 @@ def test_epochs_of_a_stream_are_whole_after_a_resume_within_one(tmp_path: Path, 
 BUCKETS = [[8 * bucket + 2 * place + kind for place in range(4)] for bucket in range(3) for kind in range(2)]
 
 
-class Kinds:
-    """Samples of two kinds in turn, of another length or of another task."""
-
-    def __init__(self, *, is_ragged: bool) -> None:
-        self.rows, self.is_ragged = points(24), is_ragged
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        inputs, label = self.rows[index]
-        kind = index % 2
-        return inputs.repeat(1 + kind) if self.is_ragged else inputs, label, kind
+def of_two_kinds(*, is_ragged: bool) -> list[tuple[Tensor, Tensor, int]]:
+    """Make samples of two kinds in turn, of another length or of another task."""
+    return [
+        (inputs.repeat(1 + index % 2) if is_ragged else inputs, label, index % 2)
+        for index, (inputs, label) in enumerate(points(24))
+    ]
 
 
 def of_any_kind(model: nn.Module, batch: Any) -> Tensor:
@@ -120,10 +113,10 @@ def of_one_kind(model: nn.Module, batch: Any) -> Tensor:
 def test_batches_of_one_kind_are_probed_and_trained_as_their_sampler_draws_them(
     tmp_path: Path, is_ragged: bool, target: int, limit: int
 ) -> None:
-    workload = make_workload(train_data=Kinds(is_ragged=is_ragged), sampler=BUCKETS, loss=of_one_kind)
+    workload = make_workload(train_data=of_two_kinds(is_ragged=is_ragged), sampler=BUCKETS, loss=of_one_kind)
     result, notes = fit(workload, tmp_path, target_batch=target, max_micro_batch=limit, steps=3)
     order = [index for bucket in BUCKETS for index in bucket]
-    plain = make_workload(train_data=Kinds(is_ragged=False))
+    plain = make_workload(train_data=of_two_kinds(is_ragged=False))
     batches = [order[target * step : target * step + target] for step in range(3)]
     assert apart(weights(result.model), reference(plain, batches, of_any_kind)[0]) < 1e-12
     if target == 4:  # otherwise a whole batch has two kinds, which nothing can be compared with

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.core.units import GiB
@@ -35,17 +35,12 @@ HOST = HostMemory(8 * GiB, 8 * GiB, "made up")
 SETTINGS = dataclasses.fields(StepSettings)
 
 
-class Rows(Dataset[Any]):
+class Rows(TensorDataset):
     """Dataset over the rows of tensors."""
 
-    def __init__(self, *columns: Tensor) -> None:
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(column[index] for column in self.columns)
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        return self.tensors
 
 
 class Augmented(Rows):
