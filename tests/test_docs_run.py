@@ -224,9 +224,9 @@ def with_lightning() -> dict[str, Any]:
 
 
 def with_transformers() -> dict[str, Any]:
-    from tests.support.trainers import Texts, gpt2, pad
+    from tests.support.trainers import gpt2, pad, texts
 
-    return {"model": gpt2(), "dataset": Texts(), "collator": pad}
+    return {"model": gpt2(), "dataset": texts(), "collator": pad}
 
 
 def sides_of(diff: str) -> list[str]:

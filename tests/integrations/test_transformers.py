@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from autobatch import InputError, integrations
 from tests.support.libraries import installed
-from tests.support.trainers import BUDGET, WORDS, Texts, gpt2, gradient_of, pad, weights_of
+from tests.support.trainers import BUDGET, WORDS, gpt2, gradient_of, pad, texts, weights_of
 
 transformers = integrations.transformers
 BATCH, WIDTH, CLASSES = 24, 8, 3
@@ -32,7 +32,7 @@ def a_trainer(folder: Path, model: nn.Module | None = None, *, kind: Any = None,
         "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_steps": 1, "max_grad_norm": 0.0,
         "logging_steps": 1,
     }  # fmt: skip
-    own = {"train_dataset": Texts(), "data_collator": pad}
+    own = {"train_dataset": texts(), "data_collator": pad}
     own |= {name: options.pop(name) for name in [*own, "optimizers", "compute_loss_func"] if name in options}
     model = gpt2() if model is None else model
     made = library.TrainingArguments(str(folder), **arguments | options)
@@ -101,7 +101,7 @@ def test_a_planned_step_is_that_of_the_whole_batch(tmp_path: Path, case: str) ->
     own, said = options.pop("own", None), options.pop("said", None)
     members = {"compute_loss": own} if own else {}
     kind = type("Own", (installed("transformers").Trainer,), members)
-    data = Texts(BATCH) if labels is None else samples(labels)
+    data = texts(BATCH) if labels is None else samples(labels)
     trained, limit = model(), {"memory_budget": BUDGET} if labels is None else {"max_micro_batch": 6}
     before = weights_of(trained)
     collate = pad if labels is None else default_collate

@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
 
 import autobatch
 from autobatch import StepRecord
 from tests.support.probes import Listener
 from tests.support.runs import fit, fit_until
-from tests.support.training import apart, make_workload, points, reference, weights
+from tests.support.training import Rows, apart, make_workload, points, reference, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "seed": 3}
 ORDER = [(7 * place) % 24 for place in range(24)]
@@ -85,17 +84,15 @@ def test_a_run_that_unfreezes_is_that_of_a_plain_loop_and_its_probe_of_less_is_t
     assert any(re.search("requires_grad|fr[eo]ez|froz", note) for note in notes), notes
 
 
-class Draws(Dataset[Any]):
+class Draws(Rows):
     """Points with noise from a generator: that of the data, or torch's own."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
-        self.rows, self.generator = points(), generator
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        super().__init__(*points().columns)
+        self.generator = generator
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, label = self.rows[index]
+        inputs, label = super().__getitem__(index)
         return inputs + torch.randn(5, dtype=torch.float64, generator=self.generator), label
 
 

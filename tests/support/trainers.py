@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from tests.support.libraries import installed
 
@@ -15,19 +14,11 @@ BUDGET = "400KiB"
 """Memory in which the batch of 24 needs several micro-batches."""
 
 
-class Texts(Dataset[dict[str, Tensor]]):
-    """Texts of 3 to 12 words."""
-
-    def __init__(self, count: int = 40) -> None:
-        draw = torch.Generator().manual_seed(3)
-        sizes = torch.randint(3, 13, (count,), generator=draw).tolist()
-        self._texts = [torch.randint(1, WORDS, (size,), generator=draw) for size in sizes]
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self._texts[index]}
+def texts(count: int = 40) -> list[dict[str, Tensor]]:
+    """Draw texts of 3 to 12 words."""
+    draw = torch.Generator().manual_seed(3)
+    sizes = torch.randint(3, 13, (count,), generator=draw).tolist()
+    return [{"input_ids": torch.randint(1, WORDS, (size,), generator=draw)} for size in sizes]
 
 
 def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
