@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -99,22 +98,15 @@ def step_together(loop: Loop, steps: int) -> None:
         loop.steps_applied += 1
 
 
-def tensors(loop: Loop) -> dict[str, Tensor]:
-    """Return every tensor that a loop keeps in a checkpoint, whole, by its place; all ranks call it."""
-    found: dict[str, Tensor] = {}
+def contents(loop: Loop) -> dict[str, bytes]:
+    """Return the bytes of every tensor that a loop keeps in a checkpoint, by its place; all ranks call it."""
+    found: dict[str, bytes] = {}
 
     def note(place: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and not place.startswith(("random", "ranks")):
-            found[place] = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).detach().clone()
+            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            found[place] = whole.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return leaf
 
     map_leaves(capture_loop(loop), note)
     return found
-
-
-def digests(loop: Loop) -> dict[str, str]:
-    """Return the SHA-256 of each of these tensors."""
-    return {
-        place: hashlib.sha256(one.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for place, one in tensors(loop).items()
-    }

@@ -23,7 +23,7 @@ from autobatch.training.resume import capture_loop, restore_loop
 from tests.support.checkpoints import is_valid, leftovers
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
-from tests.support.sharded_loops import block_workload, digests, sharded_loop, step_together
+from tests.support.sharded_loops import block_workload, contents, sharded_loop, step_together
 from tests.support.training import make_loop
 
 pytestmark = pytest.mark.distributed
@@ -75,7 +75,7 @@ def test_a_kill_loses_no_checkpoint(server: RankServer, tmp_path: Path, rank: in
         assert found.path.name == "step-00000002"
     alone = make_loop(block_workload(), ema=0.9)
     restore_loop(alone, found.state, same_hardware=False, folder=found.path)
-    assert digests(alone)
+    assert contents(alone)
 
 
 def load_with_each_file_damaged(folder: Path) -> dict[str, tuple[str, list[str]]]:
