@@ -3,8 +3,8 @@
     python -m benchmarks.ragged [--rounds 3] [--lengths sft]
 
 `autobatch.fit` trains a small transformer within the memory of 8 of its longest samples, on batches of 128.
-Both ways to split run in turn, on the same batches. A time is the CPU time of the process from step to step,
-which other processes disturb least. The gradient is that of one step of SGD in float64.
+Both ways to split run in turn, on the same batches. A time is that from step to step, on the CPU the CPU time
+of the process, which other processes disturb least. The gradient is that of one step of SGD in float64.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.nn.utils import parameters_to_vector
 
 import autobatch
 from autobatch import Workload
+from autobatch.report.facts import peak_bytes
 from benchmarks.report import arguments, markdown, save
 from benchmarks.workloads import Gpt, adamw, next_token, pad
 
@@ -47,6 +48,7 @@ LENGTHS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
     "equal": lambda draw: np.full(SAMPLES, LONGEST),
 }
 SPLITS = ("count", "auto")
+DEVICE, CLOCK = ("cuda", time.perf_counter) if torch.cuda.is_available() else ("cpu", time.process_time)
 
 
 def workload_of(lengths: str, padding: Counter[str]) -> Workload:
@@ -74,13 +76,13 @@ def workload_of(lengths: str, padding: Counter[str]) -> Workload:
 
 def budget_of(workload: Workload) -> int:
     """Return the memory of a step over 8 of the longest samples, in bytes."""
-    probe = autobatch.probe(workload, micro_batch=8, device="cpu", memory_budget="8GiB", progress=False)
-    return probe.attempts[-1].peak_allocated_bytes or 0
+    probe = autobatch.probe(workload, micro_batch=8, device=DEVICE, memory_budget="8GiB", progress=False)
+    return peak_bytes(probe.attempts[-1]) or 0
 
 
 def fit(workload: Workload, out: Path, **options: Any) -> autobatch.Result:
     return autobatch.fit(
-        workload, device="cpu", target_batch=TARGET, trials=0, split_check="off", progress=False,
+        workload, device=DEVICE, target_batch=TARGET, trials=0, split_check="off", progress=False,
         out=str(out), **options,
     )  # fmt: skip
 
@@ -96,7 +98,7 @@ def measure(lengths: str, rounds: int, folder: Path) -> list[str]:
             ticks: list[float] = []
 
             def tick(_: object, ticks: list[float] = ticks) -> None:
-                ticks.append(time.process_time())
+                ticks.append(CLOCK())
 
             out = folder / f"{lengths}-{split}-{number}"
             fit(workload, out, steps=STEPS, split=split, memory_budget=budget, until=tick)
@@ -117,7 +119,7 @@ def gradient_error(workload: Workload, folder: Path, budget: int) -> float:
     # A step so long that the rounding of the weights themselves is small.
     exact = replace(workload, model=model, optimizer=lambda weights, _: torch.optim.SGD(weights, 1e4))
     start, by_count, by_size = (
-        parameters_to_vector(each.parameters()).detach()
+        parameters_to_vector(each.parameters()).detach().cpu()
         for each in (
             model(),
             *(

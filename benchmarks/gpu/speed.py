@@ -2,92 +2,37 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import default_collate
 
 import autobatch
-from autobatch import Workload
-from benchmarks.gpu.device import GPU, NAME, empty
+from benchmarks import ragged
+from benchmarks.gpu.commands import ROOT, fresh_home
+from benchmarks.gpu.device import GPU, NAME
 from benchmarks.gpu.workloads import CASES
 
-ACCUMULATION, WARM = 4, 3
-BF16 = torch.bfloat16
+WARM = 3
 
 
-def loop(way: str, name: str, size: int, rounds: int) -> dict[str, Any]:
-    """Return the median seconds of a step in a loop of autobatch and in one by hand, and their ratio."""
-    case = CASES[name]
-    ours = median(WAYS[way](case.make(), size, rounds, case.options))
-    empty()
-    hand = median(timed(by_hand(case.make(), size), rounds))
-    seconds = {"autobatch": ours, "hand": hand}
-    return {"workload": name, "way": way, "micro_batch": size, "seconds": seconds, "ratio": ours / hand}
-
-
-def by_fit(work: Workload, size: int, rounds: int, options: dict[str, Any]) -> list[float]:
-    """Return the seconds of the steps of `autobatch.fit`."""
-    seconds: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        autobatch.fit(
-            work, device=NAME, target_batch=ACCUMULATION * size, max_micro_batch=size, steps=WARM + rounds,
-            trials=0, max_grad_norm=1.0, split_check="off", out=folder, progress=False,
-            until=lambda record: seconds.append(record.seconds), **options,
-        )  # fmt: skip
-    return seconds[WARM:]
-
-
-def by_batches(work: Workload, size: int, rounds: int, options: dict[str, Any]) -> list[float]:
-    """Return the seconds of the steps of a loop with `autobatch.batches`."""
-    counts = {"target_batch": ACCUMULATION * size, "max_micro_batch": size}
-    plan = autobatch.plan(work, device=NAME, split_check="off", progress=False, **counts, **options)
-    model = work.model().to(GPU)
-    optimizer = work.optimizer(model.parameters(), work.learning_rate)
-    batches = iter(autobatch.batches(work, plan, steps=WARM + rounds, optimizer=optimizer))
-
-    def step() -> None:
-        batch = next(batches)
-        for micro in batch:
-            placed = [tensor.pin_memory().to(GPU, non_blocking=True) for tensor in micro.data]
-            with torch.autocast(GPU.type, dtype=BF16):
-                loss = work.loss(model, placed)
-            batch.backward(loss)
-        batch.step(max_grad_norm=1.0)
-
-    return timed(step, rounds)
-
-
-WAYS = {"fit": by_fit, "batches": by_batches}
-
-
-def by_hand(work: Workload, size: int) -> Callable[[], None]:
-    """Return a step as people write it: pinned copies, autocast, one clip, one read of the loss."""
-    model = work.model().to(GPU)
-    optimizer = work.optimizer(model.parameters(), work.learning_rate)
-    order = iter(range(10**9))
-
-    def step() -> None:
-        total = torch.zeros((), device=GPU)
-        for _ in range(ACCUMULATION):
-            first = next(order) * size
-            batch = default_collate([work.train_data[first + number] for number in range(size)])
-            placed = [tensor.pin_memory().to(GPU, non_blocking=True) for tensor in batch]
-            with torch.autocast(GPU.type, dtype=BF16):
-                loss = work.loss(model, placed) / ACCUMULATION
-            loss.backward()
-            total += loss.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        total.item()
-
-    return step
+def loops(name: str, precision: str) -> dict[str, Any]:
+    """Return the time of the loops of autobatch ÷ that of one by hand: the median over rounds in turn."""
+    asked = {"cases": name, "precisions": precision, "sources": "joined", "works": "adam, clipped"}
+    words = [word for option, value in asked.items() for word in (f"--{option}", value)]
+    # In a process of its own, because a run of `fit` keeps its cap until the end.
+    with fresh_home() as environ:
+        said = subprocess.run(
+            [sys.executable, "-m", "benchmarks.loop.run", "--rounds", "100", "--no-save", *words],
+            env=environ, cwd=ROOT, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    rows = [line.split(" | ") for line in said.splitlines() if line.startswith(f"| {name} ")]
+    return {"workload": f"{name} {precision}", "wall": {row[4]: float(row[7].strip(" |")) for row in rows}}
 
 
 def timed(step: Callable[[], object], rounds: int) -> list[float]:
@@ -100,6 +45,13 @@ def timed(step: Callable[[], object], rounds: int) -> list[float]:
         torch.cuda.synchronize(GPU)
         seconds.append(time.perf_counter() - start)
     return seconds[WARM:]
+
+
+def by_size(lengths: str) -> dict[str, Any]:
+    """Return the time of training on samples of many lengths, split by size ÷ split by count."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, seconds, by_count, by_size, gradient = ragged.measure(lengths, 1, Path(folder))
+    return {"lengths": lengths, "by_size": seconds, "padding": [by_count, by_size], "gradient": gradient}
 
 
 def tuned(name: str, target: int, trials: int, seconds: float) -> dict[str, Any]:

@@ -25,15 +25,19 @@ def units_of(out: Path) -> list[Unit]:
     others = [name for name in CASES if name not in FIRST]
     return [
         *(Unit(f"facts/{name}", 5, read) for name, read in FACTS.items()),
-        Unit("tests/gpu", 90, lambda: commands.tests(out)),
         *limits_of(FIRST, 0),
         *(Unit(f"record/{name}", 20, partial(recordings.record, name, out)) for name in FIRST),
+        *(
+            Unit(f"speed/loops {name} {precision}", 60, partial(speed.loops, name, precision))
+            for name in ("mlp", "transformer")
+            for precision in ("fp32", "bf16")
+        ),
+        Unit("speed/ragged", 60, partial(speed.by_size, "sft")),
+        Unit("tests/gpu", 90, lambda: commands.tests(out)),
         Unit("fit/demo", 60, commands.demo),
-        *(Unit(f"speed/loop {way} mlp", 30, partial(speed.loop, way, "mlp", 256, 40)) for way in speed.WAYS),
         Unit("fit/resume", 60, lambda: commands.resume(60)),
-        *(Unit(f"speed/loop {way} gpt", 60, partial(speed.loop, way, "gpt", 32, 20)) for way in speed.WAYS),
-        *limits_of(FIRST, 1),
         Unit("speed/tuned", 200, lambda: speed.tuned("gpt", 256, 12, 100.0)),
+        *limits_of(FIRST, 1),
         *(unit for which in (0, 1) for unit in limits_of(others, which)),
     ]
 

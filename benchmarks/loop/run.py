@@ -3,8 +3,9 @@
     python -m benchmarks.loop.run [--rounds 400] [--cases mlp transformer]
 
 One process with one thread runs all loops in turn, a short segment of steps each, so that other load on the
-machine affects them equally. Micro-batches are either made before (``made``), or joined from samples in
-memory (``joined``; a DataLoader without workers in the loops by hand).
+machine affects them equally. They run on the GPU if there is one, and copy from pinned memory. Micro-batches
+are either made before (``made``), or joined from samples in memory (``joined``; a DataLoader without workers
+in the loops by hand).
 
 - ``adam, clipped``: Adam, 4 micro-batches a step, clipping, the loss of each step. The reference is a loop
   written by hand that does the same. autobatch also checks, measures the norm and writes a line.
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +37,7 @@ import autobatch
 from autobatch import Workload
 from benchmarks.report import arguments, markdown, save
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ACCUMULATION = 4
 ENDLESS = 10**9
 """Optimizer steps of a run that the benchmark never reaches."""
@@ -114,12 +116,16 @@ class Work(NamedTuple):
     max_grad_norm: float | None
     """Clip each step, and read its loss, as people do; None for neither."""
 
-    def context(self) -> AbstractContextManager[object]:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Run the forward pass of a micro-batch, as people write it."""
+        if DEVICE.type == "cuda":
+            batch = [tensor.pin_memory().to(DEVICE, non_blocking=True) for tensor in batch]
         is_mixed = self.precision == "bf16"
-        return torch.autocast("cpu", dtype=torch.bfloat16) if is_mixed else nullcontext()
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16) if is_mixed else nullcontext():
+            return loss_of(model, batch)
 
     def model(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = self.case.model()
+        model = self.case.model().to(DEVICE)
         return model, self.optimizer(model.parameters())
 
     def loader(self, **options: Any) -> Iterable[Any]:
@@ -147,7 +153,7 @@ class Work(NamedTuple):
         """Return the options of a plan for this work."""
         size = self.case.micro_batch
         counts = {"target_batch": ACCUMULATION * size, "max_micro_batch": size}
-        known = {"device": "cpu", "memory_budget": "1GiB", "split_check": "off", "progress": False}
+        known = {"device": DEVICE.type, "memory_budget": "1GiB", "split_check": "off", "progress": False}
         return known | counts | {"precision": self.precision}
 
     def segment(self, step: Callable[[], object]) -> Segment:
@@ -158,13 +164,12 @@ class Work(NamedTuple):
 def by_hand(work: Work) -> Segment:
     """Take steps as people write them: clip, and read the loss; without clipping, neither."""
     model, optimizer = work.model()
-    data, context, max_norm = work.stream(), work.context, work.max_grad_norm
+    data, max_norm = work.stream(), work.max_grad_norm
 
     def step() -> None:
-        total = torch.zeros(())
+        total = torch.zeros((), device=DEVICE)
         for _ in range(ACCUMULATION):
-            with context():
-                loss = loss_of(model, next(data)) / ACCUMULATION
+            loss = work.loss(model, next(data)) / ACCUMULATION
             loss.backward()
             if max_norm is not None:
                 total += loss.detach()
@@ -226,9 +231,7 @@ def by_batches(work: Work) -> Segment:
     def step() -> None:
         batch = next(batches)
         for micro in batch:
-            with work.context():
-                loss = loss_of(model, micro.data)
-            batch.backward(loss)
+            batch.backward(work.loss(model, micro.data))
         batch.step(max_grad_norm=work.max_grad_norm)
 
     return work.segment(step)
@@ -252,6 +255,8 @@ def in_turn(segments: Mapping[str, Segment], rounds: int) -> dict[str, dict[str,
         for name in names[first:] + names[:first]:
             start = {clock: read() for clock, read in CLOCKS.items()}
             segments[name]()
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
             for clock, read in CLOCKS.items():
                 seconds[name][clock].append(read() - start[clock])
     return seconds
