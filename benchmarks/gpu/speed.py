@@ -19,16 +19,19 @@ from benchmarks.gpu.device import GPU, NAME
 from benchmarks.gpu.workloads import CASES
 
 WARM = 3
+ROUNDS = {"mlp": "60", "transformer": "400"}
+"""Rounds of each case of the loops, a quarter of a minute on a fast GPU."""
 
 
 def loops(name: str, precision: str) -> dict[str, Any]:
     """Return the time of the loops of autobatch ÷ that of one by hand: the median over rounds in turn."""
     asked = {"cases": name, "precisions": precision, "sources": "joined", "works": "adam, clipped"}
+    asked["rounds"] = ROUNDS[name]
     words = [word for option, value in asked.items() for word in (f"--{option}", value)]
     # In a process of its own, because a run of `fit` keeps its cap until the end.
     with fresh_home() as environ:
         said = subprocess.run(
-            [sys.executable, "-m", "benchmarks.loop.run", "--rounds", "100", "--no-save", *words],
+            [sys.executable, "-m", "benchmarks.loop.run", "--no-save", *words],
             env=environ, cwd=ROOT, capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
     rows = [line.split(" | ") for line in said.splitlines() if line.startswith(f"| {name} ")]
