@@ -30,15 +30,18 @@ def test_an_invalid_learning_rate_is_named_before_its_step(rate: Any) -> None:
 
 def test_a_record_has_the_items_the_norm_and_the_rates_of_its_batch() -> None:
     """The step of SGD is the learning rate × the gradient. It takes half a second of the clock."""
-    loop = make_loop(make_workload(**TOKENS), micro_batch=5, target_batch=7, steps=1)
+    loop = make_loop(make_workload(**TOKENS), micro_batch=5, target_batch=16, steps=None, epochs=1)
     loop.clock = count(step=0.5).__next__
-    (batch,) = loop.sampler.batches()
+    *_, batch = loop.sampler.batches()
+    run = loop.run()
+    next(run)
     before = weights(loop.train_state.model)
-    (record,) = loop.run()
+    record = next(run)
     moved = float((weights(loop.train_state.model) - before).norm())
     assert record.grad_norm == pytest.approx(moved / record.learning_rate, rel=1e-9)
     assert record.count == int((TOKENS["train_data"].columns[1][batch.ids] != IGNORED).sum())
-    assert (record.seconds, record.items_per_s, record.samples_per_s) == (0.5, 2 * record.count, 14)
+    assert (record.seconds, record.items_per_s, record.samples_per_s) == (0.5, 2 * record.count, 16)
+    assert record.samples == 24, "the last batch is short"
 
 
 def test_what_follows_a_step_is_that_of_whole_batches() -> None:
