@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autobatch import AutobatchError
 from autobatch.training.loop import Loop
+from autobatch.training.validation import Validator
 from tests.support.detection import Detector, detection, scenes
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -29,7 +30,7 @@ def means(head: type[nn.Module] = nn.Identity) -> Any:
         blocks = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2)]
         return nn.Sequential(nn.Sequential(*blocks), head(), nn.Linear(5, 3)).double()
 
-    return make_workload(model=model, train_data=points(24))
+    return make_workload(model=model, train_data=points(24), validation_data=points(3))
 
 
 class Deep(Detector):
@@ -65,7 +66,10 @@ def run(loop: Loop) -> tuple[torch.Tensor, torch.Tensor, list[list[float | None]
 
 def train(kind: str, limits: list[int], options: dict[str, Any]) -> Any:
     group = open_group()
-    found = run(sharded_loop(group, KINDS[kind](), limits, **options))
+    loop = sharded_loop(group, KINDS[kind](), limits, **options)
+    found = run(loop)
+    Validator(loop).run()
+    assert all(isinstance(p, DTensor) for p in loop.train_state.model.parameters()), "in parts again"
     group.close()
     return found
 

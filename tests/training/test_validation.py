@@ -97,7 +97,6 @@ def test_no_smaller_size_is_tried_on_a_lost_device() -> None:
 
 def test_the_mode_of_each_module_is_restored() -> None:
     loop = make_loop(make_workload(validation_data=HELD_OUT))
-    model = loop.train_state.model.train()
-    model[1].eval()
+    loop.train_state.model[1].eval()
     Validator(loop).run()
-    assert [module.training for module in model.modules()] == [True, True, False, True]
+    assert [one.training for one in loop.train_state.model.modules()] == [True, True, False, True]

@@ -49,9 +49,7 @@ def test_other_values_or_another_order_are_told_apart() -> None:
         assert not digest_data(other).is_same(digest_data(rows()))
     data = TensorDataset(torch.zeros(20), IDS)
     first, last = Subset(data, range(19)), Subset(data, [*range(15), 16, 15, 17, 18])
-    assert not digest_data(first).is_same(digest_data(last)), (
-        "the indices tell what the samples that are read do not"
-    )
+    assert not digest_data(first).is_same(digest_data(last)), "only the indices differ"
 
 
 def test_values_that_the_seed_decides_are_compared_and_no_generator_moves() -> None:
@@ -71,9 +69,7 @@ def test_another_machine_may_round_values_otherwise() -> None:
     here = digest_data(TensorDataset(torch.rand(20), IDS))
     there = msgspec.structs.replace(here, values="other", machine="another")
     check_same_data([here, there, None], ["rank 0", "rank 1", "rank 2"])
-    for other in (
-        msgspec.structs.replace(there, samples=21),
-        digest_data(TensorDataset(torch.rand(20), IDS)),
-    ):
+    drawn = digest_data(TensorDataset(torch.rand(20), IDS))
+    for other in (msgspec.structs.replace(there, samples=21), drawn):
         with pytest.raises(InputError, match=r"of rank 2 are not those of rank 0.*generator="):
             check_same_data([here, there, other], ["rank 0", "rank 1", "rank 2"])
