@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from autobatch import CheckpointError, Progress, StepRecord, Training
-from autobatch.training.metrics import Metrics
+from autobatch.training.metrics import Metrics, totals_of
 from autobatch.training.run import train
 from tests.support.runs import fit, keep_only, open_loop, resume, settings
 from tests.support.sample_run import a_step
@@ -25,7 +25,8 @@ def test_lines_are_appended_and_those_of_quick_steps_are_written_together(
     tmp_path: Path, interval_s: float, seen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autobatch.training.metrics.FLUSH_INTERVAL_S", interval_s)
-    path, steps = tmp_path / "metrics.jsonl", [a_step(number) for number in range(1, 5)]
+    steps = [a_step(number, peak_reserved_bytes=9 - number) for number in range(1, 5)]
+    path = tmp_path / "metrics.jsonl"
     metrics, counts = Metrics(path), []
     for step in steps[:3]:
         metrics.step(step)
@@ -36,6 +37,7 @@ def test_lines_are_appended_and_those_of_quick_steps_are_written_together(
     again.step(steps[3])
     again.close()
     assert written(path) == steps
+    assert totals_of(path)["peak_reserved_bytes"] == 8
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
