@@ -88,18 +88,6 @@ def test_draws_at_import_and_in_the_function_are_alike_in_every_process(
     assert any("with another number of ranks" in note for note in notes)
 
 
-def test_a_function_that_returns_the_workload_is_called_with_seeded_generators(tmp_path: Path) -> None:
-    drawn = []
-
-    def made() -> autobatch.Workload:
-        drawn.append(torch.rand(()).item())
-        return make_workload()
-
-    for _ in range(2):
-        autobatch.probe(made, device="cpu", max_micro_batch=2)
-    assert drawn[0] == drawn[1]
-
-
 VARYING = {"created", "resumed_from", "checkpoints"}
 
 

@@ -15,7 +15,7 @@ from autobatch import Interrupted, Progress
 from autobatch.training.run import train
 from tests.support.kinds import stateful
 from tests.support.runs import HINT, STEPS, open_loop, resume, rows, saved_steps, settings
-from tests.support.training import fingerprint, make_workload, mean_loss, network, points
+from tests.support.training import fingerprint, mean_loss
 
 
 @pytest.mark.parametrize(
@@ -56,32 +56,3 @@ def test_a_signal_drops_the_open_step_and_a_resume_draws_it_again(
     assert (done.optimizer_steps, done.resumed_from) == (STEPS, str(out / f"checkpoints/step-{step:08d}"))
     timed = {"seconds": 0, "samples_per_s": 0, "items_per_s": 0}
     assert [row | timed for row in rows(out)] == [row | timed for row in rows(tmp_path / "straight")]
-
-
-def test_a_signal_in_a_periodic_validation_does_not_change_the_rest_of_the_run(tmp_path: Path) -> None:
-    """The checkpoint holds the random states of the training, not those in the middle of a validation."""
-
-    def workload(strike_at: int | None = None):
-        seen = []
-
-        def metrics(model, batch):
-            torch.rand(7)
-            seen.append(1)
-            if len(seen) == strike_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return {}
-
-        return make_workload(
-            model=lambda: nn.Sequential(nn.Dropout(0.5), network()).double(),
-            validation_data=points(30),
-            metrics=metrics,
-        )
-
-    straight = open_loop(workload())
-    train(straight, settings(tmp_path / "straight", validate_every=2), Progress())
-    out = tmp_path / "stopped"
-    with pytest.raises(Interrupted, match="after step 2 of 6"):
-        train(open_loop(workload(strike_at=4)), settings(out, validate_every=2), Progress())
-    assert [row["step"] for row in rows(out)] == [1, 2]
-    loop, _ = resume(out, workload())
-    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
