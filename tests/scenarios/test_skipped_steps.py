@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from autobatch import NonFiniteError
-from tests.support.kinds import Overflow, flagged, overflowing_loss
+from tests.support.kinds import Overflow
 from tests.support.training import (
     Rows,
     amsgrad,
@@ -41,11 +41,11 @@ def order() -> list[list[int]]:
     ]
 
 
-def data(kind: int, *batches: int) -> Rows:
+def data(kind: int, *batches: int, dtype: torch.dtype = torch.float64) -> Rows:
     """Flag the third sample of some batches of the first epoch."""
     flags = torch.zeros(24, dtype=torch.int64)
     flags[[order()[index][2] for index in batches]] = kind
-    return Rows(*points().columns, flags)
+    return Rows(*points(dtype=dtype).columns, flags)
 
 
 def halving(optimizer: torch.optim.Optimizer, _: int) -> StepLR:
@@ -63,19 +63,15 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def fp16_loop(samples: Rows, **options):
-    """Make a loop in which an overflow of the loss scale skips a step, and halves the scale."""
-    fields = {"model": lambda: network(torch.float32), "loss": overflowing_loss, "schedule": halving}
-    workload = make_workload(train_data=samples, **fields)
-    return make_loop(workload, target_batch=8, micro_batch=2, steps=4, precision="fp16", **options)
+FP16 = {"model": lambda: network(torch.float32), "precision": "fp16", "on_nonfinite": "raise"}
+"""Options of a loop in which an overflow of the loss scale skips a step, and halves the scale."""
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient", "loss scale"])
 def test_a_skipped_step_changes_nothing_but_the_counters(kind: str) -> None:
     """The third sample of the second batch is bad."""
     if kind == "loss scale":
-        bad = next(fp16_loop(flagged(set())).sampler.batches(1)).ids[2]
-        loop = fp16_loop(flagged({bad}), ema=0.9)
+        loop = open_loop(data(2, 1, dtype=torch.float32), ema=0.9, **FP16)
     else:
         samples = data(1 if kind == "loss" else 2, 1)
         samples.columns[0][order()[1][2]] = math.inf if kind == "loss" else 3.0
@@ -127,7 +123,7 @@ def test_the_fourth_skipped_step_in_a_row_ends_the_run() -> None:
 
 
 def test_gradients_that_overflow_at_every_scale_end_the_run() -> None:
-    loop = fp16_loop(flagged(set(range(32))))
+    loop = open_loop(data(2, 0, 1, 2, 3, dtype=torch.float32), **FP16)
     loop.train_state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-9)
     run = loop.run()
     assert not next(run).applied
