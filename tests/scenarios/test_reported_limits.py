@@ -19,9 +19,9 @@ from tests.support.rank_server import RankServer
 @pytest.mark.parametrize("limit", [None, 8])
 def test_samples_that_cannot_be_split_by_size_are_split_by_count(limit: int | None) -> None:
     """A batch of None alone cannot be collated, and no run has one: any 8 samples in a row have others."""
-    holes = (13, 29, 31, 45, 46, 55, 57)
+    holes, texts = (13, 29, 31, 45, 46, 55, 57), Sequences(64)
     workload = ragged_workload(
-        train_data=[None if index in holes else sample for index, sample in enumerate(Sequences(64))],
+        train_data=[None if index in holes else texts[index] for index in range(64)],
         collate=lambda samples: pad([sample for sample in samples if sample is not None]),
         size_of=lambda sample: 0 if sample is None else len(sample[0]),
     )
