@@ -14,12 +14,7 @@ from autobatch import InputError, WholeBatchLoss
 from autobatch.step.train_step import train_step
 from autobatch.workload.rng import seed_everything
 from tests.support.steps import SAMPLES, split, step_of
-from tests.support.training import (
-    features,
-    info_nce,
-    make_workload,
-    train_state_of,
-)
+from tests.support.training import features, info_nce, make_workload, train_state_of
 
 
 class Stateful(nn.Module):

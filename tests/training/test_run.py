@@ -69,17 +69,16 @@ def test_a_run_that_its_launcher_starts_over_is_told_of_no_resume(tmp_path: Path
     assert heard.notes == []
 
 
-class Table(torch.nn.Module):
+class Table(torch.nn.Linear):
     """Model that changes a buffer which is too large to be copied for every batch."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.body = torch.nn.Linear(5, 3, dtype=torch.float64)
-        self.register_buffer("table", torch.zeros(2**19, dtype=torch.float64))
+        super().__init__(5, 3, dtype=torch.float64)
+        self.register_buffer("table", torch.zeros(2**19))
 
     def forward(self, inputs):
         self.table.add_(1)
-        return self.body(inputs)
+        return super().forward(inputs)
 
 
 @pytest.mark.parametrize("where", ["a large buffer", "moved part of the weights"])
@@ -89,7 +88,7 @@ def test_a_state_that_is_not_that_between_two_steps_is_not_written(where: str, t
     loop = open_loop(plain(**fields), target_batch=8, micro_batch=4, meter=Watching(fault))
     train_state = loop.train_state
     if fields:
-        train_state.model.body.register_forward_pre_hook(lambda *_: fault.at.add(fault.count + 1))
+        train_state.model.register_forward_pre_hook(lambda *_: fault.at.add(fault.count + 1))
     else:
         train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
     fault.armed = True
