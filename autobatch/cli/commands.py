@@ -120,19 +120,19 @@ def compare(words: list[str]) -> Answer:
     folders = [Path(word) for word in words] or newest_two(Path("runs"))
     if len({folder.resolve() for folder in folders}) < 2:
         raise InputError(f"compare takes two or more different runs, found {folders[0]} only: give RUN RUN")
-    found = compare_runs([load_run(folder) for folder in folders])
-    figures = found.given | found.reached
+    given, reached = compare_runs([load_run(folder) for folder in folders])
+    differing = {name: cells for name, cells in given.items() if len(set(cells)) > 1}
     content = {
         "runs": {
-            str(folder): {name: cells[at] for name, cells in figures.items()}
+            str(folder): {name: cells[at] for name, cells in (given | reached).items()}
             for at, folder in enumerate(folders)
         },
-        "differs": list(found.differing),
+        "differs": list(differing),
     }
     gap = [""] * len(folders)
-    rows = [["", *map(str, folders)], ["differs" if found.differing else "nothing given differs", *gap]]
-    rows += [[name, *cells] for name, cells in found.differing.items()]
-    rows += [["planned and reached", *gap], *([name, *cells] for name, cells in found.reached.items())]
+    rows = [["", *map(str, folders)], ["differs" if differing else "nothing given differs", *gap]]
+    rows += [[name, *cells] for name, cells in differing.items()]
+    rows += [["planned and reached", *gap], *([name, *cells] for name, cells in reached.items())]
     return content, "\n".join(aligned(rows, terminal_width()))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import all_fields
@@ -14,16 +13,8 @@ from autobatch.report.facts import describe_split, peak_bytes
 from autobatch.report.result import RESULT
 from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words, moment
 
-
-class Comparison(NamedTuple):
-    """For the name of each figure its cells, one for each run."""
-
-    differing: dict[str, list[str]]
-    """Hardware, options and versions that differ."""
-    given: dict[str, list[str]]
-    """All of them."""
-    reached: dict[str, list[str]]
-    """Figures that the runs planned and reached, without those that no run has."""
+Rows = dict[str, list[str]]
+"""For the name of each figure its cells, one for each run."""
 
 
 def newest_two(runs: Path) -> list[Path]:
@@ -42,14 +33,14 @@ def newest_two(runs: Path) -> list[Path]:
     return folders[-2:]
 
 
-def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
-    """Set runs side by side."""
+def compare_runs(runs: Sequence[RunRecord]) -> tuple[Rows, Rows]:
+    """Return what runs were given, and what they planned and reached, without what no run has."""
 
     def row(part: str, cell: Callable[..., str]) -> list[str]:
         """Return a cell for each run that has the part, for example ``plan``."""
         return ["" if getattr(run, part) is None else cell(getattr(run, part)) for run in runs]
 
-    def recorded(part: str, unset: str = "–") -> dict[str, list[str]]:
+    def recorded(part: str, unset: str = "–") -> Rows:
         records: list[dict[str, object]] = [getattr(run, part) for run in runs]
         # Where a run writes and what it prints is no difference.
         names = sorted({name for record in records for name in record} - hidden)
@@ -97,5 +88,4 @@ def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
         "recoveries": row("training", lambda training: count(training.oom_recoveries)),
         "date": [moment(run.created) for run in runs],
     }
-    differing = {name: cells for name, cells in given.items() if len(set(cells)) > 1}
-    return Comparison(differing, given, {name: cells for name, cells in reached.items() if any(cells)})
+    return given, {name: cells for name, cells in reached.items() if any(cells)}
