@@ -85,7 +85,7 @@ def profiles(words: list[str]) -> Answer:
 
     profiles show NAME prints one, which can be the pattern for one of your own.
     """
-    from autobatch.report.tables import aligned
+    from autobatch.report.tables import aligned, folded
 
     match words or ["list"]:
         case ["list"]:
@@ -97,8 +97,8 @@ def profiles(words: list[str]) -> Answer:
                 title = f"{profile.title}{measured}"
                 rows.append([profile.name, format_bytes(profile.total_bytes), capability, title])
             content = {"schema": SCHEMA, "autobatch": __version__, "profiles": known}
-            lines = aligned(rows, terminal_width())
-            return content, "\n".join([*lines, "CC: compute capability. Sources: profiles show NAME"])
+            remark, width = "CC: compute capability. Sources: profiles show NAME", terminal_width()
+            return content, "\n".join([*aligned(rows, width), *folded(remark, width, 0)])
         case ["show", name]:
             profile = load_profile(name)
             return profile, format_profile(profile).rstrip()

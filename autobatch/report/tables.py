@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import NamedTuple, TypeVar
 
 from autobatch.core.records import Attempt, Estimate, RankEstimate, Recorded, Trial
@@ -12,6 +13,8 @@ from autobatch.core.units import format_bytes
 from autobatch.report.words import count, decimal, plural
 
 T = TypeVar("T")
+LEAST_CELL = 16
+"""Columns of a terminal that a cell of a wide table has at least."""
 TOP_MODULES = 5
 """Modules that an explanation names, those with the most activations."""
 
@@ -27,29 +30,35 @@ class Table(NamedTuple):
 def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
     """Return rows as lines of text with columns of equal width. Columns with numbers end at their right.
 
-    A table that is wider than the terminal is continued below, with its first column again.
+    What is wider than the terminal is folded within its cells, and then continued below, with the first
+    column again.
 
     Args:
         rows: the cells; the first column names the row.
         width: of the terminal; None for no limit.
     """
-    columns = [[printable(cell) for cell in column] for column in zip(*rows, strict=True)]
+    table = [[printable(cell) for cell in row] for row in rows]
+    columns = [list(column) for column in zip(*table, strict=True)]
+    is_text = [not at or not any(cell[:1].isdigit() for cell in column) for at, column in enumerate(columns)]
     wide = [max(map(len, column)) for column in columns]
-    for at, column in enumerate(columns):
-        is_text = not any(cell[:1].isdigit() for cell in column)
-        columns[at] = [cell.ljust(wide[at]) if is_text or not at else cell.rjust(wide[at]) for cell in column]
+    if width is not None and sum(wide) + 2 * len(wide) - 2 > width:
+        half = max(LEAST_CELL, (width - wide[0]) // 2 - 2)
+        cells = [[row[:1], *(textwrap.wrap(cell, half) for cell in row[1:])] for row in table]
+        lined = chain.from_iterable(zip_longest(*row, fillvalue="") for row in cells)
+        columns = [list(column) for column in zip(*lined, strict=True)]
+        wide = [max(map(len, column)) for column in columns]
     parts = [[0]]
     for at in range(1, len(columns)):
-        is_over = width is not None and sum(wide[i] + 2 for i in parts[-1]) + wide[at] > width
+        is_over = width is not None and sum(wide[part] + 2 for part in parts[-1]) + wide[at] > width
         if is_over and len(parts[-1]) > 1:
             parts.append([0])
         parts[-1].append(at)
     lines: list[str] = []
     for part in parts:
-        last = sum(wide[i] + 2 for i in part[:-1])
         lines += [""] * bool(lines)
-        for row in range(len(rows)):
-            lines += folded("  ".join(columns[at][row] for at in part).rstrip(), width, last)
+        for row in zip(*columns, strict=True):
+            shown = [row[at].ljust(wide[at]) if is_text[at] else row[at].rjust(wide[at]) for at in part]
+            lines += ["  ".join(shown).rstrip()] if any(row[at] for at in part) else []
     return lines
 
 

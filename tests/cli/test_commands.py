@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -67,7 +68,9 @@ def a_folder(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_runs_are_compared_with_what_differs(tmp_path: Path, said: Said) -> None:
+def test_runs_are_compared_with_what_differs(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes: dict[str, dict[str, Any]] = {
         "bert/1": {"title": "bert"},
         "digits/2": {
@@ -93,6 +96,12 @@ def test_runs_are_compared_with_what_differs(tmp_path: Path, said: Said) -> None
     assert differing == ["device", "autobatch", "driver", "torch", "--steps", "precision"]
     (held_out,) = [line.split() for line in lines if line.startswith("held-out accuracy")]
     assert held_out[-4:] == ["93.12", "%", "93.12", "%"]
+    for width in (80, 40):
+        monkeypatch.setattr("autobatch.cli.commands.terminal_width", lambda width=width: width)
+        folded = said("compare").splitlines()
+        assert max(map(len, [*folded, *said("profiles").splitlines()])) <= width
+        assert not Counter("".join("".join(lines).split())) - Counter("".join(folded)), "nothing is cut"
+        assert len(folded[0].split()) == (2 if width == 80 else 1), "side by side if there is room"
     found = json.loads(said("compare", "runs/bert/1", "runs/digits/3", "--json"))
     assert {"workload", "device"} <= set(found["differs"])
     bert = found["runs"]["runs/bert/1"]
