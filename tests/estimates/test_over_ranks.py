@@ -26,6 +26,12 @@ def estimate(workload, **more):
     return estimate_limits(workload, as_options("estimate", **given))
 
 
+def test_a_reason_is_said_once_for_all_gpus():
+    found = estimate(work(), profile=["a100-40gb", "a100-80gb"], ranks="2", memory_budget="1GiB")
+    (note,) = [note for note in found.notes if "--parallel" in note]
+    assert note.startswith("a100-40gb and a100-80gb: a whole model fits on each rank")
+
+
 def many_layers() -> nn.Module:
     layers = (nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(40))
     return nn.Sequential(nn.Linear(INPUTS, 256), *layers, nn.Linear(256, 4))
