@@ -120,6 +120,8 @@ def test_expandable_segments_map_whole_pages_and_unmap_them():
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (11 * MiB, 20 * MiB)
     tiny = allocator.malloc(1)  # the small pool has pages of 2 MiB
     assert (tiny.size, allocator.reserved_bytes) == (512, 22 * MiB)
+    with pytest.raises(BudgetExceeded):
+        allocator.malloc(75 * MiB)  # four pages beside what is left of the first; three may be mapped
 
 
 def test_memory_that_is_held_already_stays_and_counts_and_without_retries_a_full_cache_is_an_error():
