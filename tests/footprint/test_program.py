@@ -126,6 +126,15 @@ def test_the_largest_size_is_the_largest_of_all_that_fit_in_a_replay(recipe, cap
     assert Fitting([program], new_allocator).largest(cap) == max(fits, default=0)
 
 
+def test_a_size_that_alone_fits_above_others_is_found() -> None:
+    class Picky(CachingAllocator):
+        def malloc(self, size: int, stream: int = 0) -> object:
+            return super().malloc(size if size <= 100 * MiB or size == 900 * MiB else 1 << 50, stream)
+
+    program = Program.fit([(m, trace(MiB * m)) for m in (2, 3)])
+    assert Fitting([program], lambda: Picky(1000 * MiB)).largest(5000) == 900
+
+
 def test_the_rest_is_searched_in_steps_if_no_size_near_the_bound_fits(monkeypatch) -> None:
     monkeypatch.setattr(fittings, "SCANNED_EVENTS", 10)
 
