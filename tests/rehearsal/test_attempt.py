@@ -20,7 +20,7 @@ from autobatch.rehearsal.setup import Setup, open_setup
 from tests.support.probes import vectors
 from tests.support.probes import work as small
 from tests.support.training import Augmented, adamw, mean_loss
-from tests.support.untouched import digest, fingerprint, live_tensors, with_gradients
+from tests.support.untouched import digest, fingerprint, live_tensors, model_state, with_gradients
 
 
 def work(model: nn.Module, **fields) -> Workload:
@@ -42,6 +42,7 @@ class Tied(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
         self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(()), requires_grad=False)
         self.register_buffer("seen", torch.zeros(()))
         self.last: Tensor | None = None
 
@@ -50,7 +51,7 @@ class Tied(nn.Module):
         if "late" not in self._buffers:
             self.register_buffer("late", torch.ones(()))
             self.extra = nn.Linear(1, 1)
-        self.first.requires_grad_(requires_grad=bool(self.seen % 2))
+        self.frozen.requires_grad_()
         self.last = self.second(self.first(x).relu())
         return self.last[:, :4]
 
@@ -69,11 +70,13 @@ def test_a_probe_changes_nothing(kind: str, device: str) -> None:
     live = with_gradients(MODELS[kind]())
     workload = replace(work(live), model=lambda: (torch.rand(7), live)[1])
     budget = "80KiB" if device == "cpu" else "2MiB"
+    untouched = model_state(live)
     autobatch.probe(workload, device=device, memory_budget=budget)  # what is imported and cached comes first
     before, count = fingerprint(live), live_tensors()
     found = autobatch.probe(workload, device=device, memory_budget=budget, seed=3)
     assert found.micro_batch >= 2
     assert fingerprint(live) == before
+    assert model_state(live) == untouched
     assert live_tensors() <= count
 
 
@@ -144,9 +147,10 @@ def test_the_optimizer_state_is_counted_although_the_costliest_samples_count_not
     [
         (lambda m, b: mean_loss(m, b) * float("nan"), "loss is nan"),
         (lambda m, b: (m(b[0]) * 0).sum().sqrt(), "gradient is nan"),
+        (lambda m, b: mean_loss(m, b).detach(), "no gradient"),
     ],
 )
-def test_a_loss_or_a_gradient_that_is_not_finite_is_an_input_error(loss, message: str) -> None:
+def test_an_invalid_loss_is_an_input_error(loss, message: str) -> None:
     with pytest.raises(InputError, match=message):
         attempt(setup_of(work(with_batch_norm(), loss=loss)), 2)
 
