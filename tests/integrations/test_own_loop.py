@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import weakref
@@ -16,7 +17,7 @@ from torch.nn.functional import softplus
 from torch.utils.data import DataLoader, IterableDataset
 
 import autobatch
-from autobatch import InputError, Loss, NonFiniteError, Plan, WholeBatchLoss
+from autobatch import InputError, NonFiniteError, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.custom_loops import Sam, ids_by_batch, small_plan, train_in_own_loop
 from tests.support.ragged import ragged_split, ragged_workload
@@ -43,64 +44,6 @@ class Stream(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(self.samples))
-
-
-class Gan:
-    """A generator and a discriminator with their optimizers, alike each time, and their losses."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)).double()
-        self.discriminator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-        self.parts = [self.discriminator, self.generator]
-        self.optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in self.parts]
-
-    def judging(self, real: Tensor, noise: Tensor, _: Tensor) -> Tensor:
-        """Return a mean over samples, which also reaches the generator, whose gradient must not count."""
-        judged, fooled = self.discriminator(real), self.discriminator(self.generator(noise))
-        return (softplus(-judged) + softplus(fooled)).mean()
-
-    def fooling(self, _: Tensor, noise: Tensor, weight: Tensor) -> Loss:
-        """Return a mean over weights."""
-        fooled = softplus(-self.discriminator(self.generator(noise)))[:, 0]
-        return Loss((fooled * weight).sum(), weight.sum())
-
-    def weights(self) -> Tensor:
-        return torch.cat([weights(part) for part in self.parts])
-
-
-def gan_data(samples: int = SAMPLES) -> Rows:
-    """Make real points, each with its noise and a weight that is 0 for some."""
-    generator = torch.Generator().manual_seed(1)
-    real, noise = (torch.randn(samples, n, dtype=torch.float64, generator=generator) for n in (5, 3))
-    return Rows(real, noise, torch.arange(samples).double() % 3)
-
-
-def train_gan(plan: Plan, data: Any, sampler: Any = None, *, clip: float | None = None) -> Tensor:
-    """Train in the order of DCGAN."""
-    gan, workload = Gan(), make_workload(train_data=data, sampler=sampler)
-    of_both = [autobatch.batches(workload, plan, optimizer=each, epochs=2) for each in gan.optimizers]
-    for pair in zip(*of_both, strict=True):
-        for batch, loss in zip(pair, (gan.judging, gan.fooling), strict=True):
-            for micro in batch:
-                batch.backward(loss(*micro.data))
-            batch.step(max_grad_norm=clip)
-    return gan.weights()
-
-
-def train_gan_on_whole_batches(batches: list[list[int]], *, clip: float | None = None) -> Tensor:
-    """Train in the same order without autobatch, one pass over each whole batch."""
-    gan, columns = Gan(), gan_data().columns
-    for ids in batches:
-        for part, optimizer, loss in zip(gan.parts, gan.optimizers, (gan.judging, gan.fooling), strict=True):
-            for each in gan.parts:
-                each.zero_grad()
-            value = loss(*(column[ids] for column in columns))
-            (value.total / value.count if isinstance(value, Loss) else value).backward()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(part.parameters(), clip)
-            optimizer.step()
-    return gan.weights()
 
 
 def sgd(model: nn.Module, rate: float = 0.1) -> torch.optim.Optimizer:
@@ -263,17 +206,18 @@ def test_a_disabled_scaler_lets_no_overflow_through() -> None:
 # several steps on the same samples
 
 
+class Half(torch.optim.Optimizer):
+    def __init__(self, sam: Sam, step: Callable[[], None]) -> None:
+        super().__init__(sam.param_groups, {})
+        self.step = step
+
+
 def test_sharpness_aware_minimization_takes_two_steps() -> None:
     """The gradient of the second step is taken at the weights that the first one moved."""
-
-    class Half(torch.optim.Optimizer):
-        def __init__(self, sam: Sam, step: Callable[[], None]) -> None:
-            super().__init__(sam.param_groups, {})
-            self.step = step
-
     workload = make_workload()
     torch.manual_seed(0)
     model = workload.model()
+    whole = copy.deepcopy(model)
     sam = Sam(model.parameters(), lr=0.1)
     halves = [Half(sam, sam.first_step), Half(sam, sam.second_step)]
     of_both = [autobatch.batches(workload, PLAN, optimizer=half, epochs=3) for half in halves]
@@ -282,29 +226,48 @@ def test_sharpness_aware_minimization_takes_two_steps() -> None:
             for micro in batch:
                 batch.backward(mean_loss(model, micro.data))
             batch.step()
-
-    torch.manual_seed(0)
-    whole = workload.model()
-    parameters = list(whole.parameters())
-
-    def gradient() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(mean_loss(whole, workload.train_data.columns), parameters)
-
-    for _ in range(3):
-        before, first = [p.detach().clone() for p in parameters], gradient()
-        norm = torch.cat([part.flatten() for part in first]).norm()
-        for p, part in zip(parameters, first, strict=True):
-            p.data += 0.05 * part / norm
-        for p, start, part in zip(parameters, before, gradient(), strict=True):
-            p.data.copy_(start - 0.1 * part)
+    sam = Sam(whole.parameters(), lr=0.1)
+    for step in [sam.first_step, sam.second_step] * 3:
+        whole.zero_grad()
+        mean_loss(whole, workload.train_data.columns).backward()
+        step()
     assert apart(weights(model), weights(whole)) <= EXACT
 
 
+def gan() -> list[tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]]:
+    """Return a discriminator and a generator, alike each time, with their losses and optimizers."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    discriminator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def judge(real: Tensor, noise: Tensor) -> Tensor:
+        """Return a loss that also reaches the generator, whose gradient must not count."""
+        return (softplus(-discriminator(real)) + softplus(discriminator(generator(noise)))).mean()
+
+    def fool(_: Tensor, noise: Tensor) -> Tensor:
+        return softplus(-discriminator(generator(noise))).mean()
+
+    pairs = ((discriminator, judge), (generator, fool))
+    return [(model, loss, torch.optim.Adam(model.parameters(), lr=0.01)) for model, loss in pairs]
+
+
 def test_two_batches_are_the_two_steps_of_a_gan() -> None:
-    order = list(range(SAMPLES)) * 2
-    whole = [order[at : at + 10] for at in range(0, 48, 10)]
-    found = train_gan(small_plan(10, 4), gan_data(), range(SAMPLES), clip=0.01)
-    assert apart(found, train_gan_on_whole_batches(whole, clip=0.01)) <= EXACT
+    data = Rows(points().columns[0], torch.randn(SAMPLES, 3, dtype=torch.float64))
+    workload, found, expected = make_workload(train_data=data, sampler=range(SAMPLES)), gan(), gan()
+    of_both = [autobatch.batches(workload, small_plan(10, 4), optimizer=of, epochs=2) for *_, of in found]
+    for pair in zip(*of_both, strict=True):
+        for batch, (_, loss, _) in zip(pair, found, strict=True):
+            for micro in batch:
+                batch.backward(loss(*micro.data))
+            batch.step(max_grad_norm=0.01)
+    for ids in torch.arange(2 * SAMPLES).split(10):
+        for model, loss, optimizer in expected:
+            model.zero_grad()
+            loss(*(column[ids % SAMPLES] for column in data.columns)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+    for (model, *_), (whole, *_) in zip(found, expected, strict=True):
+        assert apart(weights(model), weights(whole)) <= EXACT
 
 
 # batches cut by size
