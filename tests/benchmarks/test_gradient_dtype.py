@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from autobatch.planning import micro_batches
-from autobatch.step.train_step import accumulate
-from tests.support.training import Rows, make_workload, train_state_of
+import autobatch
+from tests.support.custom_loops import small_plan
+from tests.support.training import Rows, make_workload
 
 BATCH, WIDTH, CLASSES = 1024, 256, 10
 FIGURES = {
@@ -50,15 +50,18 @@ def of_the_batch(model: nn.Module, parts: Sequence[Sequence[Tensor]]) -> Tensor:
     return total
 
 
-def summed(data: Rows, parts: Sequence[Any], dtype: str) -> Tensor:
+def summed(data: Rows, size: int, dtype: str) -> Tensor:
     """Return the gradient of a batch as a step accumulates it."""
-    workload = make_workload(
-        model=build_model, train_data=data, loss=loss, optimizer=lambda p, rate: torch.optim.SGD(p, lr=rate)
-    )
-    state = train_state_of(workload, gradient_dtype=dtype)
-    totals = accumulate(state, [(part, len(part[1])) for part in parts], BATCH, lambda _: None)
-    state.gradients.round_sums()
-    return gradient(state.model) * (totals.divisor / BATCH)
+    model, found = build_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: found.append(gradient(model)))
+    workload = make_workload(train_data=data, sampler=range(BATCH))
+    plan = msgspec.structs.replace(small_plan(BATCH, size), gradient_dtype=dtype)
+    for batch in autobatch.batches(workload, plan, optimizer=optimizer):
+        for micro in batch:
+            batch.backward(loss(model, micro.data))
+        batch.step()
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -68,11 +71,11 @@ def test_the_rounding_is_as_published(count: int) -> None:
     draw = torch.Generator().manual_seed(1)
     inputs = torch.randn(BATCH, WIDTH, generator=draw)
     labels = torch.randint(CLASSES, (BATCH,), generator=draw)
-    sizes = micro_batches(BATCH, BATCH // count)
-    parts = list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
+    size = BATCH // count
+    parts = list(zip(inputs.split(size), labels.split(size), strict=True))
     of_parts = of_the_batch(build_model(), parts)
     exact = of_the_batch(build_model().double(), [(inputs.double(), labels)])
     for dtype, percents in FIGURES[count].items():
-        found = summed(Rows(inputs, labels), parts, dtype)
+        found = summed(Rows(inputs, labels), size, dtype)
         off = [100 * float((found - one).norm() / one.norm()) for one in (of_parts, exact)]
         assert off == pytest.approx(percents, rel=0.15, abs=0.06), dtype
