@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch import InputError
 from tests.support.probes import Listener, mlp, work
-from tests.support.ragged import pad, ragged_workload
+from tests.support.ragged import ragged_workload
 from tests.support.step_workloads import transformer
 from tests.support.training import language_model, make_workload
 
@@ -99,17 +99,6 @@ def test_a_plan_by_size_has_its_rule_and_says_what_it_saves() -> None:
     assert any("times its real size" in line for line in notes)
     found, _ = plan(ragged_workload(), 24, world_size=2)
     assert (found.split, found.size_cut) == ("count", None), "a plan for the ranks of another loop"
-
-
-def test_a_cut_that_cannot_be_rehearsed_leaves_a_plan_by_count() -> None:
-    """The collate function drops samples without tokens, and is given them alone only by a split by size."""
-
-    def dropping(samples: list[Any]) -> Any:
-        return pad([sample for sample in samples if len(sample[0]) > 4])
-
-    found, notes = plan(ragged_workload(collate=dropping), 24, split_check="off")
-    assert found.split == "count"
-    assert any("batches are split by count: the workload's collate raised" in note for note in notes)
 
 
 def test_a_resume_with_another_type_of_gradients_plans_again(tmp_path: Path) -> None:

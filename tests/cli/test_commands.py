@@ -24,10 +24,8 @@ Said = Callable[..., str]
 
 
 @pytest.fixture
-def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
-    """Run a command with a home of its own; return what it prints, or its message if it is refused."""
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Run a command; return what it prints, or its message if it is refused."""
 
     def run(*words: object, code: int = 0) -> str:
         assert cli.run([str(word) for word in words]) == code
@@ -114,13 +112,13 @@ def test_runs_are_compared_with_what_differs(
 
 
 def test_the_doctor_prints_this_machine_as_an_outline_or_as_one_object(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    own_home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from autobatch.device import nvml
 
     found = json.loads(said("doctor", "--json"))
     assert {"schema", "autobatch", "host", "cuda", "nvml"} <= found.keys()
-    assert (found["home"], found["versions"]["torch"]) == (str(tmp_path / "home"), version("torch"))
+    assert (found["home"], found["versions"]["torch"]) == (str(own_home), version("torch"))
     assert (found["cuda"]["built_for"] is None) == any("built without" in line for line in found["missing"])
     assert found["nvml"]["available"] != any(line.startswith("NVML: ") for line in found["missing"])
     new = {"index": 0, "name": "V100", "uuid": "1", "total_bytes": 22 * GiB, "capability": "9.0"}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from autobatch.cli import main as cli
-from tests.support.commandline import environment
+from tests.support.commandline import run
 
 FIT = ("fit", "--target-batch", "8")
 ESCAPED = "\x1b[31m"
@@ -52,12 +51,6 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ((*FIT, "x" * 100_000), "xxx"),
     ((*FIT, "--" + "x" * 100_000), "xxx"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
 
 
 @pytest.mark.parametrize(("words", "said"), REFUSED, ids=range(len(REFUSED)))
@@ -105,13 +98,6 @@ cli.run(["fit", "--target-batch", "0"])
 heavy = {"torch", "optuna", "numpy", "scipy", "matplotlib", "rich"} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert all(f"usage: autobatch {name}" in done.stdout for name in cli.COMMANDS)
+    done = run(tmp_path, [sys.executable, "-c", code])
+    assert done.code == 0, done.err
+    assert all(f"usage: autobatch {name}" in done.out for name in cli.COMMANDS)

@@ -11,12 +11,6 @@ from autobatch.cli.parser import help_of, parse
 from autobatch.core.options import COMMANDS, Options, fields_of
 
 
-@pytest.fixture(autouse=True)
-def an_empty_folder_and_a_screen_of_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-
 def parsed(*words: str, command: str = "fit") -> tuple[str | None, Options]:
     target = ("--target-batch", "8") if command == "fit" else ()
     return parse(command, [*target, *words])
@@ -77,12 +71,7 @@ def test_an_invalid_file_is_named_with_the_expected_value(
 @pytest.mark.parametrize(
     ("command", "words", "option", "value"),
     [
-        (
-            "estimate",
-            ["--profile", "a", "--profile=b", "--profile", "c", "d", "--json"],
-            "profile",
-            [*"abcd"],
-        ),
+        ("estimate", ["--profile", "a", "--profile=b", "--profile", "c", "d"], "profile", [*"abcd"]),
         ("estimate", ["--json"], "profile", ["saved"]),
         ("fit", ["--log", "wandb", "a:b", "--log", "mlflow"], "log", ["wandb", "mlflow"]),
         ("fit", ["--out=-x"], "out", "-x"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,19 +45,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def on_gpu(tmp_path: Path) -> Command:
-    """Run the command beside the file ``train.py`` of a workload, on so many GPUs."""
+    """Run the command beside the file ``train.py`` of a workload, on so many GPUs; check its exit code."""
     (tmp_path / "train.py").write_text(WORKLOAD, encoding="utf-8")
     (tmp_path / "table").touch()
 
-    def run(*arguments: object, gpus: int = 1, **variables: str) -> Ran:
-        own = {
+    def run(*arguments: object, gpus: int = 1, codes: Sequence[int] = (0,), **variables: str) -> Ran:
+        variables = {
             "STUB_GPU_STATE": str(tmp_path / "table"),
             "STUB_GPU_COUNT": str(gpus),
+            "STUB_CONTEXT_LOG": str(tmp_path / "contexts"),
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
+            **variables,
         }
         if "--ranks" in arguments:  # whose launcher ends its process
-            return autobatch(tmp_path, *arguments, timeout=300, **{**own, **variables})
-        return Ran(*alone(command, tmp_path, [*map(str, arguments)], {**own, **variables}))
+            done = autobatch(tmp_path, *arguments, timeout=300, **variables)
+        else:
+            done = Ran(*alone(command, tmp_path, [*map(str, arguments)], variables))
+        assert done.code in codes, done
+        return done
 
     return run
 
@@ -80,11 +86,9 @@ def contexts(tmp_path: Path) -> Callable[[], dict[int, set[int]]]:
 
     def read() -> dict[int, set[int]]:
         found: dict[int, set[int]] = {}
-        log = tmp_path / "contexts"
-        for line in log.read_text().splitlines() if log.exists() else []:
-            words = line.split()
-            if words[2:4] == ["opens", "a"]:
-                found.setdefault(int(words[1]), set()).add(int(words[-1]))
+        log = (tmp_path / "contexts").read_text() if (tmp_path / "contexts").exists() else ""
+        for process, gpu in re.findall(r"process (\d+) opens a context on GPU (\d+)", log):
+            found.setdefault(int(process), set()).add(int(gpu))
         return found
 
     return read

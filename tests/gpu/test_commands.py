@@ -19,15 +19,12 @@ TRAIN = ("train.py", *WITHIN, "--split-check", "off", "--target-batch", 4096, "-
 
 def test_doctor_lists_the_gpu(on_gpu) -> None:
     done = on_gpu("doctor")
-    assert done.code == 0, done.err
     assert torch.cuda.get_device_name(0) in done.out
 
 
 @only_stub
-def test_estimate_opens_no_context(on_gpu, contexts, tmp_path: Path) -> None:
-    log = str(tmp_path / "contexts")
-    done = on_gpu("estimate", "train.py", "--profile", "h100-80gb", "--json", STUB_CONTEXT_LOG=log)
-    assert done.code == 0, done.err
+def test_estimate_opens_no_context(on_gpu, contexts) -> None:
+    done = on_gpu("estimate", "train.py", "--profile", "h100-80gb", "--json")
     assert done.json["estimates"][0]["micro_batch"] > 1000
     assert contexts() == {}
 
@@ -37,7 +34,6 @@ def test_a_limit_takes_few_runs_and_its_whole_estimate_is_exact_but_for_workspac
     # Too little for all samples even where no workspace of cuBLAS is kept.
     within = (*WITHIN[:-1], "120MiB")
     done = on_gpu("probe", "train.py", *within, "--json")
-    assert done.code == 0, done.err
     found = done.json["probe"]
     assert found["limited_by"] == "memory"
     assert found["oom_count"] <= 2
@@ -54,14 +50,12 @@ def test_a_second_fit_takes_the_saved_limit_and_an_interrupted_one_resumes(on_gp
     words = (*TRAIN, "--trials", 0, "--json")
     saving = (*words, "--out", "run", "--checkpoint-every", 1)
     first, second = on_gpu("fit", *saving), on_gpu("fit", *words, "--out", "two")
-    assert (first.code, second.code) == (0, 0), first.err + second.err
     limits = [run.json["probe"]["micro_batch"] for run in (first, second)]
     assert limits[0] == limits[1]
     assert len(second.json["probe"]["attempts"]) == 1
     assert second.json["training"]["optimizer_steps"] == 2
     assert second.json["device"]["other_processes_bytes"] == 0
     resumed = on_gpu("fit", *[4 if word == 2 else word for word in saving], "--resume")
-    assert resumed.code == 0, resumed.err
     assert resumed.json["training"]["optimizer_steps"] == 4
 
 
@@ -69,20 +63,17 @@ def test_a_second_fit_takes_the_saved_limit_and_an_interrupted_one_resumes(on_gp
 def test_a_fit_has_the_weights_of_the_cpu(on_gpu, tmp_path: Path) -> None:
     words = ("--trials", 0, "--target-batch", 64, "--max-micro-batch", 24, "--steps", 3)
     for device in ("cpu", "cuda"):
-        done = on_gpu("fit", "train.py", "--device", device, *words, "--out", device)
-        assert done.code == 0, done.err
+        on_gpu("fit", "train.py", "--device", device, *words, "--out", device)
     expected, found = (load_file(tmp_path / device / "model.safetensors") for device in ("cpu", "cuda"))
     assert all(apart(found[name], expected[name]) < 1e-3 for name in expected), "a step moves them by 0.1"
 
 
 def test_tune(on_gpu) -> None:
     tuned = on_gpu("tune", "train.py", *WITHIN, "--target-batch", 512, "--trials", 1, "--json")
-    assert tuned.code == 0, tuned.err
     assert sum(tuned.json["plan"]["micro_batches"]) == 512
     assert tuned.json["tuning"]["trials"] == 1
 
 
 def test_nothing_fits_says_where_the_memory_goes(on_gpu) -> None:
-    done = on_gpu("probe", "train.py", "--device", "cuda", "--memory-budget", "24MiB")
-    assert done.code == 3
+    done = on_gpu("probe", "train.py", "--device", "cuda", "--memory-budget", "24MiB", codes=(3,))
     assert "24.0 MiB" in done.err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.limits import alone
-from tests.support.commandline import environment
+from tests.support.commandline import Ran, autobatch
 
 pytestmark = pytest.mark.gpu
 PROGRAM = """
@@ -49,20 +48,12 @@ print(json.dumps({name: stats[name] for name in names}))
 """
 
 
-def call(folder: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+def call(folder: Path, *words: object, **variables: str) -> Ran:
     """Run a command of autobatch on the first GPU, or on a stub that no other process uses."""
     (folder / "table").touch()
     (folder / "program.py").write_text(PROGRAM, encoding="utf-8")
     own = {"CUDA_VISIBLE_DEVICES": "0", "STUB_GPU_STATE": str(folder / "table")}
-    return subprocess.run(
-        [sys.executable, "-m", "autobatch", *map(str, words)],
-        cwd=folder,
-        env=environment(folder, **{**own, **variables}),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return autobatch(folder, *words, timeout=300, **{**own, **variables})
 
 
 def recorded(folder: Path, size: int, *, limit: int = 0, **variables: str) -> tuple[Path, Any]:
@@ -70,8 +61,8 @@ def recorded(folder: Path, size: int, *, limit: int = 0, **variables: str) -> tu
     out = folder / f"{size}.pickle"
     words = ("record", "--out", out, "--", sys.executable, "program.py", size, limit)
     done = call(folder, *words, **variables)
-    assert done.returncode == int(not done.stdout), done.stderr
-    return out, json.loads(done.stdout or "{}")
+    assert done.code == int(not done.out), done
+    return out, json.loads(done.out or "{}")
 
 
 def plain(program: str, size: int, limit_mib: int) -> dict[str, int]:
@@ -133,7 +124,6 @@ def test_the_limit_of_a_program_runs_and_one_more_does_not(
     (tmp_path / "program.py").write_text(program, encoding="utf-8")
     words = ("--memory-budget", f"{limit}MiB", "--json", "--", sys.executable, "program.py", "{}", 0)
     done = on_gpu("probe", *words)
-    assert done.code == 0, done.err
     found = done.json["probe"]
     size = found["micro_batch"]
     assert found["oom_count"] <= empties  # small runs have an empty cache, whose emptying leaves no event
@@ -144,8 +134,8 @@ def test_the_limit_of_a_program_runs_and_one_more_does_not(
 def test_fit_becomes_the_command(tmp_path: Path) -> None:
     words = ("--target-batch", 96, "--memory-budget", "400MiB")
     done = call(tmp_path, "fit", *words, "--", "python", "program.py", "{}", 0, "{steps}")
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
+    assert done.code == 0, done
+    *lines, last = done.out.splitlines()
     assert json.loads(last)["reserved_bytes.all.peak"] <= 400 << 20
     size, steps = (int(word) for word in lines[-1].split()[-3::2])
     assert size * steps == 96

@@ -10,9 +10,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def quiet_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep what is saved in a folder of the test, and hide the warnings of other libraries."""
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
+def quiet_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run in a folder of the test, and hide the warnings of other libraries."""
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,7 +122,7 @@ def test_a_loader_for_fit_gets_the_planned_size() -> None:
 
 
 def test_a_step_that_logs_reads_its_schedule_and_leaves_no_trace() -> None:
-    """Nothing of the probe is in the lists, metrics, meters and tensors of the module, nor in a logger."""
+    """Nothing of the probe is in the lists, metrics and tensors of the module, nor in a logger."""
     torchmetrics = installed("torchmetrics")
     logged: list[Any] = []
 
@@ -140,42 +139,36 @@ def test_a_step_that_logs_reads_its_schedule_and_leaves_no_trace() -> None:
         loss = cross_entropy(self.network(batch[0]), batch[1])
         self.outputs["train"].append(loss.detach())
         self.metric.update(loss.detach())
-        self.meter.sum += 1
         self.total += 1
         return loss
 
     module = classifier(training_step=training_step)
-    module.outputs, module.metric, module.meter = (
-        {"train": []},
-        torchmetrics.MeanMetric(),
-        SimpleNamespace(sum=0),
-    )
-    module.total = torch.zeros(1)
+    module.outputs, module.metric, module.total = {"train": []}, torchmetrics.MeanMetric(), torch.zeros(1)
     before = {name: id(value) for name, value in vars(module).items() if name not in ("_trainer", "_device")}
     fitted(module, DataLoader(points()), epochs=0, trainer={"logger": Own()})
     assert {name: id(vars(module)[name]) for name in before} == before
-    assert (logged, module.outputs, module.meter.sum, float(module.total)) == ([], {"train": []}, 0, 0.0)
+    assert (logged, module.outputs, float(module.total)) == ([], {"train": []}, 0.0)
     assert not module.metric.update_called
 
 
 def test_the_hooks_around_the_transfer_run_as_in_fit() -> None:
     """The data module's own hook goes before that of the module, as in Lightning."""
-    seen: set[float] = set()
+    ran: list[float] = []
+    seen: list[float] = []
 
     def training_step(self: Any, batch: Any) -> Any:
-        seen.add(float(batch[0][0, 0]))
-        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+        seen.append(float(batch[0][0, 0]))
+        return cross_entropy(self.network(batch[0]), batch[1])
 
-    class Constant(lit().Points):  # type: ignore[misc]
-        def setup(self, stage: str) -> None:
-            self.data = torch.utils.data.TensorDataset(torch.ones(40, 4).double(), torch.zeros(40).long())
+    def filled(value: float) -> dict[str, Any]:
+        def hook(self: Any, batch: Any, number: int) -> Any:
+            ran.append(value)
+            return [torch.full_like(batch[0], value), batch[1]]
 
-    class Tripled(Constant):
-        def on_after_batch_transfer(self, batch: Any, number: int) -> Any:
-            return [batch[0] * 3, batch[1]]
+        return {"on_after_batch_transfer": hook}
 
-    doubled = {"on_after_batch_transfer": lambda self, batch, _: [batch[0] * 2, batch[1]]}
-    for data, factor in ((Constant(), 2.0), (Tripled(), 3.0)):
+    for data, value in ((lit().Points, 2.0), (type("Own", (lit().Points,), filled(3.0)), 3.0)):
+        ran.clear()
         seen.clear()
-        fitted(classifier(training_step=training_step, **doubled), data, epochs=0)
-        assert seen == {factor}
+        fitted(classifier(training_step=training_step, **filled(2.0)), data(), epochs=0)
+        assert {*ran} == {*seen} == {value}

@@ -44,7 +44,6 @@ Run = Callable[..., Ran]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Run ``NAME … -- python train.py WORDS`` with a program and a budget in mebibytes."""
     lib = install(tmp_path)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(lib))
 
     def run(
@@ -75,8 +74,7 @@ def largest(budget: int) -> int:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_command_is_refused_by_its_need(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+def test_without_a_gpu_a_command_is_refused_by_its_need(capfd):
     assert cli.run(["probe", "--", sys.executable, "{}"]) == 2
     assert "a command as it is runs on a GPU, and torch" in capfd.readouterr().err
 

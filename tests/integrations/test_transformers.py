@@ -21,8 +21,6 @@ from tests.support.trainers import BUDGET, WORDS, gpt2, gradient_of, pad, texts,
 
 transformers = integrations.transformers
 BATCH, WIDTH, CLASSES = 24, 8, 3
-SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
-BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def a_trainer(folder: Path, model: nn.Module | None = None, *, kind: Any = None, **options: Any) -> Any:
@@ -39,72 +37,58 @@ def a_trainer(folder: Path, model: nn.Module | None = None, *, kind: Any = None,
     return (kind or library.Trainer)(model, made, **own)
 
 
-def samples(labels: str) -> list[dict[str, Tensor]]:
-    """Draw texts of one length, so that means over samples and over words weigh micro-batches the same."""
-    draw = torch.Generator().manual_seed(5)
-    texts = torch.randint(3, WORDS, (BATCH, WIDTH), generator=draw)
-    classes = texts.sum(dim=1) % CLASSES
-    targets = {"text": classes, "words": texts}[labels]
-    return [{"input_ids": text, "labels": label} for text, label in zip(texts, targets, strict=True)]
+def classes() -> list[dict[str, Tensor]]:
+    """Draw texts of one length with a class each."""
+    rows = torch.randint(3, WORDS, (BATCH, WIDTH), generator=torch.Generator().manual_seed(5))
+    return [{"input_ids": row, "labels": row.sum() % CLASSES} for row in rows]
 
 
-def build(kind: str, config: str, **options: Any) -> nn.Module:
+def of_text() -> nn.Module:
+    """Build a classifier whose loss is a mean over samples."""
     library = installed("transformers")
     torch.manual_seed(0)
-    made = getattr(library, config)(vocab_size=WORDS, num_labels=CLASSES, pad_token_id=0, **options)
-    return getattr(library, kind)(made)  # type: ignore[no-any-return]
-
-
-def llama() -> nn.Module:
-    return build("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, **SIZES)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = library.BertConfig(vocab_size=WORDS, num_labels=CLASSES, **sizes, **dropout)
+    return library.BertForSequenceClassification(config)  # type: ignore[no-any-return]
 
 
 def own_mean(trainer: Any, model: Any, inputs: Any, **_: Any) -> Any:
     return cross_entropy(model(input_ids=inputs["input_ids"]).logits, inputs["labels"])
 
 
-def own_sum(trainer: Any, model: Any, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Any:
-    total = cross_entropy(model(input_ids=inputs["input_ids"]).logits, inputs["labels"], reduction="sum")
-    return total / (len(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch)
-
-
 def mean_of_outputs(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return cross_entropy(outputs.logits, labels)
 
 
-def of_text() -> nn.Module:
-    return build("BertForSequenceClassification", "BertConfig", **BERT)
-
-
 IGNORES, USES = "ignores num_items_in_batch", "divides by num_items_in_batch"
-CASES = {
-    "texts of many lengths": (gpt2, None, {}, ""),
-    "classes of texts": (of_text, "text", {}, IGNORES),
-    "causal": (llama, "words", {}, ""),
-    "own mean": (of_text, "text", {"own": own_mean}, IGNORES),
-    "own sum": (of_text, "text", {"own": own_sum}, ""),
-    "function": (of_text, "text", {"compute_loss_func": mean_of_outputs}, IGNORES),
-    "said to be a mean": (llama, "words", {"said": False}, USES),
-    "said to be scaled": (of_text, "text", {"said": True}, IGNORES),
+CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "texts of many lengths": (gpt2, {}, ""),
+    "classes of texts": (of_text, {}, IGNORES),
+    "own mean": (of_text, {"own": own_mean}, IGNORES),
+    "function": (of_text, {"compute_loss_func": mean_of_outputs}, IGNORES),
+    "said to be a mean": (gpt2, {"said": False}, USES),
+    "said to be scaled": (of_text, {"said": True}, IGNORES),
 }
-FIRST = ("texts of many lengths", "classes of texts", "causal", "own mean", "function")
-"""Cases of the default run."""
+"""A model, what is special about its trainer, and what the notes say of its loss."""
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in FIRST else pytest.mark.program) for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.program if "said" in case else ()) for case in CASES]
 )
 def test_a_planned_step_is_that_of_the_whole_batch(tmp_path: Path, case: str) -> None:
     """Losses that ignore ``num_items_in_batch``, and those that use it."""
-    model, labels, options, line = CASES[case]
-    options = {**options}
+    model, special, line = CASES[case]
+    options = {**special}
     own, said = options.pop("own", None), options.pop("said", None)
-    members = {"compute_loss": own} if own else {}
-    kind = type("Own", (installed("transformers").Trainer,), members)
-    data = texts(BATCH) if labels is None else samples(labels)
-    trained, limit = model(), {"memory_budget": BUDGET} if labels is None else {"max_micro_batch": 6}
+    kind = type("Own", (installed("transformers").Trainer,), {"compute_loss": own} if own else {})
+    data, collate, limit = (
+        (texts(BATCH), pad, {"memory_budget": BUDGET})
+        if model is gpt2
+        else (classes(), default_collate, {"max_micro_batch": 6})
+    )
+    trained = model()
     before = weights_of(trained)
-    collate = pad if labels is None else default_collate
     trainer = a_trainer(tmp_path, trained, kind=kind, train_dataset=data, data_collator=collate, **options)
     if said is not None:
         trainer.loss_is_scaled_for_ga = said
@@ -152,20 +136,17 @@ def test_a_plan_sets_the_rate_and_logs_nothing_of_a_loss_that_logs(tmp_path: Pat
             self.log({"own": float(found)})
             self.figures["train"]["loss"].append(1.0)
             self.last.append(2)
-            self.names.add("b")
             self.calls, self.new = self.calls + 1, 1
             return found
 
     trainer = a_trainer(tmp_path, kind=Logging)
     trainer.figures, trainer.calls = {"train": defaultdict(list, loss=[0.5])}, 0
-    trainer.last, trainer.names = deque([1], maxlen=2), {"a"}
-    trainer.rows = rows = [0] * 2000
+    trainer.last, trainer.rows = deque([1], maxlen=2), (rows := [0] * 2000)
     transformers.plan(trainer, target_batch=16, base_batch=4, lr_rule="sqrt", max_micro_batch=4)
     assert trainer.args.learning_rate == pytest.approx(0.2)
     assert trainer.state.log_history == []
     assert (trainer.figures, trainer.calls) == ({"train": {"loss": [0.5]}}, 0)
-    assert trainer.figures["train"].default_factory is list
-    assert (list(trainer.last), trainer.last.maxlen, trainer.names) == ([1], 2, {"a"})
+    assert (list(trainer.last), trainer.last.maxlen) == ([1], 2)
     assert trainer.rows is rows, "data are not copied"
     assert not hasattr(trainer, "new")
     trainer.log({"own": 1.0})
