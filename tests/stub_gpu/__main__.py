@@ -20,14 +20,13 @@ def main() -> int:
     parser.add_argument("command", nargs="*", help="the command; without one, only the environment is made")
     options = parser.parse_args()
     try:
-        environment = prepare(options.torch, extras=not options.few)
+        folder, variables = prepare(options.torch, extras=not options.few)
     except Unavailable as error:
         sys.stderr.write(f"The stub GPU cannot be had: {error}\n")
         return CANNOT_BE_HAD
     if not options.command:
-        sys.stdout.write(f"{environment.folder}\n")
+        sys.stdout.write(f"{folder}\n")
         return 0
-    variables = environment.variables()
     if options.gpus:
         variables["STUB_GPU_COUNT"] = str(options.gpus)
     with shared_table() as table:

@@ -28,10 +28,6 @@ class Library:
     unversioned: str | None = None
     """A pattern of the symbols that carry no version."""
 
-    @property
-    def prefix(self) -> str:
-        return f"lib{self.name}.so"
-
 
 LIBRARIES = (
     Library("cudart", "cudart.cpp", NOT_SUPPORTED),
@@ -49,7 +45,9 @@ LIBRARIES = (
     Library("cufile", None, 1, r"cuFile"),
     Library("cupti", None, 15),
     Library("nvshmem_host", None, 1, r"nvshmem"),
+    Library("nvidia-ml", "nvml.cpp"),
 )
+"""All that torch is linked with or opens; the others use the first."""
 # Torch asks for entries of the driver by name, while it runs.
 DRIVER_ENTRY = re.compile(
     rb"\0(cu(?:Ctx|Dev|Mem|Get|Green|Multi|Stream|Func|Launch|Link|Module|Occ|Pointer|Tensor|Init|Driver|Library"
@@ -69,22 +67,16 @@ class Needs:
 
 
 def build(torch_libraries: Path, include: Path, out: Path) -> None:
-    """Compile all stub libraries into a folder."""
+    """Compile all stub libraries into a new folder."""
+    out.mkdir()
     needs = _read_needs(torch_libraries)
     _compile([SOURCES / "core.cpp"], out / "libstubgpu.so", include)
     shared = [f"-L{out}", "-lstubgpu"]
-    runtime = next(library for library in LIBRARIES if library.name == "cudart")
+    runtime, *rest = LIBRARIES
     _build_library(runtime, needs, include, out, shared)
     shared.append(f"-l:{_soname(runtime, needs)}")
     with ThreadPoolExecutor(2) as pool:
-        rest = [library for library in LIBRARIES if library is not runtime]
-        jobs = [pool.submit(_build_library, library, needs, include, out, shared) for library in rest]
-        name = "libnvidia-ml.so.1"
-        jobs.append(
-            pool.submit(_compile, [SOURCES / "nvml.cpp"], out / name, include, f"-Wl,-soname,{name}", *shared)
-        )
-    for job in jobs:
-        job.result()
+        [*pool.map(lambda library: _build_library(library, needs, include, out, shared), rest)]
 
 
 def _read_needs(torch_libraries: Path) -> Needs:
@@ -101,9 +93,8 @@ def _read_needs(torch_libraries: Path) -> Needs:
 
 
 def _soname(library: Library, needs: Needs) -> str:
-    return next(
-        (name for name in needs.sonames if name.startswith(library.prefix + ".")), library.prefix + ".1"
-    )
+    prefix = f"lib{library.name}.so."
+    return next((name for name in needs.sonames if name.startswith(prefix)), f"{prefix}1")
 
 
 def _build_library(library: Library, needs: Needs, include: Path, out: Path, shared: list[str]) -> None:
@@ -119,10 +110,10 @@ def _build_library(library: Library, needs: Needs, include: Path, out: Path, sha
     sources = []
     if library.source:
         sources.append(SOURCES / library.source)
-        wanted -= _defined(SOURCES / library.source, library.name, include)
+        wanted -= _defined(library, include)
     constants = out / f"{library.name}-constants.cpp"
     constants.write_text(_constants(sorted(wanted), library.returns))
-    options = [f"-DLIBRARY_{library.name}", f"-Wl,-soname,{soname}", *shared]
+    options = [_macro(library), f"-Wl,-soname,{soname}", *shared]
     if versioned:
         script = out / f"{library.name}.map"
         script.write_text(f"{version} {{ global: *; }};\n")
@@ -130,9 +121,14 @@ def _build_library(library: Library, needs: Needs, include: Path, out: Path, sha
     _compile([*sources, constants], out / soname, include, *options)
 
 
-def _defined(source: Path, name: str, include: Path) -> set[str]:
-    """Return the functions that a source exports, from its preprocessed text."""
-    text = _output("g++", "-E", "-P", f"-DLIBRARY_{name}", "-isystem", include, "-I", SOURCES, source)
+def _macro(library: Library) -> str:
+    return f"-DLIBRARY_{library.name.replace('-', '_')}"
+
+
+def _defined(library: Library, include: Path) -> set[str]:
+    """Return the functions that the source of a library exports, from its preprocessed text."""
+    source = SOURCES / str(library.source)
+    text = _output("g++", "-E", "-P", _macro(library), "-isystem", include, "-I", SOURCES, source)
     return set(re.findall(r'visibility\("default"\)\)\)\s+[\w:* ]+?[ *](\w+)\s*\(', text))
 
 

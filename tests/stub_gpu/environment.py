@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.stub_gpu.build import SOURCES, build
@@ -34,60 +33,43 @@ class Unavailable(Exception):
     """Something that the environment is made of cannot be had."""
 
 
-@dataclass(frozen=True)
-class Environment:
-    """A Python with torch's CUDA build, and the stub libraries for it."""
-
-    folder: Path
-    libraries: Path
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables under which a command runs on the stub."""
-        folders = [str(self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
-        return {
-            # Without the second, each process would compile all modules of torch anew.
-            **{name: value for name, value in os.environ.items() if name not in LEFT_OUT},
-            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "VIRTUAL_ENV": str(self.folder),
-            "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders)),
-            "PYTHONPATH": str(ROOT),
-        }
-
-
-def prepare(torch: str, extras: bool = True) -> Environment:
-    """Make the environment for a version of torch, unless it exists.
+def prepare(torch: str, extras: bool = True) -> tuple[Path, dict[str, str]]:
+    """Make a Python with torch's CUDA build, and the stub libraries for it, unless they exist.
 
     Args:
         torch: For example ``2.13.0``.
         extras: Whether to install the libraries that autobatch integrates with.
+
+    Returns:
+        The folder of the Python, and the variables under which a command runs on the stub.
     """
-    cache = _cache()
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("STUB_GPU_CACHE") or users / "autobatch-stub-gpu")
     cache.mkdir(parents=True, exist_ok=True)
     wanted = _requirements(extras)
     python = "py{}.{}".format(*sys.version_info)
-    folder = cache / f"torch-{torch}-{python}-{_digest(*wanted)}"
-    with _made_once(folder) as making:
-        if making:
-            _make_python(folder, torch, wanted)
-    headers = cache / f"headers-{_digest(*HEADERS)}"
-    with _made_once(headers) as making:
-        if making:
-            _pip(Path(sys.executable), "--no-deps", "--target", str(headers), *HEADERS)
-    library = next((folder / "lib").glob("python*/site-packages/torch/lib"))
+    folder = _once(
+        cache / f"torch-{torch}-{python}-{_digest(*wanted)}",
+        lambda folder: _make_python(folder, torch, wanted),
+    )
+    headers = _once(
+        cache / f"headers-{_digest(*HEADERS)}",
+        lambda folder: _pip(Path(sys.executable), "--no-deps", "--target", str(folder), *HEADERS),
+    )
+    of_torch = next((folder / "lib").glob("python*/site-packages/torch/lib"))
+    include = next(headers.rglob("cuda_runtime_api.h")).parent
     sources = [file.read_text() for file in sorted([*SOURCES.iterdir(), Path(build.__code__.co_filename)])]
-    libraries = cache / f"libraries-{torch}-{_digest(*sources)}"
-    with _made_once(libraries) as making:
-        if making:
-            include = next(headers.rglob("cuda_runtime_api.h")).parent
-            libraries.mkdir()
-            build(library, include, libraries)
-    return Environment(folder, libraries)
-
-
-def _cache() -> Path:
-    chosen = os.environ.get("STUB_GPU_CACHE")
-    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(chosen) if chosen else Path(users) / "autobatch-stub-gpu"
+    libraries = _once(
+        cache / f"libraries-{torch}-{_digest(*sources)}", lambda folder: build(of_torch, include, folder)
+    )
+    return folder, {
+        # Without the second, each process would compile all modules of torch anew.
+        **{name: value for name, value in os.environ.items() if name not in LEFT_OUT},
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "VIRTUAL_ENV": str(folder),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(libraries), os.environ.get("LD_LIBRARY_PATH")])),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def _requirements(extras: bool) -> list[str]:
@@ -128,18 +110,16 @@ def _pip(python: Path, *wanted: str, variables: dict[str, str] | None = None) ->
         raise Unavailable(f"pip cannot install {' '.join(wanted)}: {reason}")
 
 
-@contextmanager
-def _made_once(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder, and yield whether it must be made. What was made in part is made anew."""
+def _once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """Make a folder under its lock, unless it is complete, and return it."""
     done = folder.with_suffix(folder.suffix + ".done")
     with folder.with_suffix(folder.suffix + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if done.exists():
-            yield False
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        yield True
-        done.touch()
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            make(folder)
+            done.touch()
+    return folder
 
 
 def _digest(*texts: str) -> str:
