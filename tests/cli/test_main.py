@@ -11,6 +11,8 @@ from autobatch.cli import main as cli
 from tests.support.commandline import run
 
 FIT = ("fit", "--target-batch", "8")
+RECORD = ("record", "--out", "a.pickle")
+COMMAND = ("--", "train", "{}", "{steps}")
 ESCAPED = "\x1b[31m"
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("pla",), "did you mean plan?"),
@@ -29,16 +31,26 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("estimate", "--profile", "--json"), "--profile has no value: give one or more names"),
     ((*FIT, "a:b", "c:d"), "give one WORKLOAD, found 'a:b' and 'c:d'"),
     ((*FIT, ""), "WORKLOAD must be file.py"),
-    ((*FIT, "--memory-budget", "nonsense"), "--memory-budget: 'nonsense' is not a size"),
-    ((*FIT, "--steps", "3", "--epochs", "2"), "exclude each other"),
-    (("probe", "--steps", "3"), "probe does not take --steps, which is an option of fit"),
     (("probe", "--target-batch", "8"), "which is an option of fit, plan, tune and estimate; see"),
     (("plan", "--trials", "8"), "which is an option of fit and tune; see"),
     (("profiles", "shwo"), "found 'shwo'"),
     (("profiles", "show", "nope"), "no profile 'nope'"),
     (("doctor", "now"), "takes no arguments, found 'now'"),
     (("doctor", "--foo"), "there is no option --foo"),
-    (("record", "--out", "a.pickle"), "a command after --"),
+    (("record",), "--out FILE"),
+    (RECORD, "a command after --"),
+    ((*RECORD, "python", "train.py"), "a command after --"),
+    ((*RECORD, "--step", "3", *COMMAND), "--step"),
+    ((*RECORD, "--steps", "0", *COMMAND), "--steps"),
+    ((*RECORD, "--seconds", "-1", *COMMAND), "--seconds"),
+    (("record", "--out", "none/a.pickle", *COMMAND), "there is no folder"),
+    (("probe", "--", "train", "8"), "--batch_size={}"),
+    (("plan", "--target-batch", "8", "--", "train", "{}"), "{steps}"),
+    (("plan", *COMMAND), "--target-batch is missing"),
+    ((*FIT, "--json", *COMMAND), "plan --json"),
+    (("probe", "--batch_size=4", *COMMAND), "--batch_size"),
+    (("probe", "train.py", *COMMAND), "'train.py'"),
+    (("probe", "--seconds", "0", *COMMAND), "--seconds"),
     (("probe", "--memory-budget", "-1GiB"), "found '-1GiB'"),
     (("probe", "--"), "takes a command after --, found none"),
     (("record", "--out"), "--out has no value: give a file"),
