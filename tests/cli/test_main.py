@@ -59,7 +59,9 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ((*FIT, "a\nb.py:" + ESCAPED), r"there is no file a\nb.py"),
     ((*FIT, f"--{ESCAPED}out"), r"--\x1b[31mout"),
     ((*FIT, "--precision", "\x9b\udcff"), r"\x9b\udcff"),
-    (("compare", ESCAPED, "a"), r"\x1b[31m"),
+    (("compare",), "runs has no two runs of the workload that ran last: give RUN RUN"),
+    (("compare", "a", "a/."), "two or more different runs, found a only"),
+    (("compare", ESCAPED, "a"), r"\x1b[31m is not the folder of a run"),
     ((*FIT, "x" * 100_000), "xxx"),
     ((*FIT, "--" + "x" * 100_000), "xxx"),
 ]
