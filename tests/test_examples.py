@@ -10,8 +10,8 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -42,27 +42,20 @@ def test_the_own_loop_takes_exact_batches(runner: RankServer, tmp_path: Path) ->
 
 def test_a_sink_hands_known_numbers_to_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracker is a stand-in with the calls of its documentation."""
-    seen: dict[str, object] = {}
-
-    class AimRun(dict):  # type: ignore[type-arg]
-        def __init__(self, experiment: str) -> None:
-            super().__init__()
-            seen["run"] = self
-
-        def track(self, value: float, name: str, step: int) -> None:
-            seen[name] = (step, value)
-
-        def close(self) -> None:
-            seen["summary"] = dict(self)
-
-    monkeypatch.setitem(sys.modules, "aim", SimpleNamespace(Run=AimRun))
+    aim = MagicMock()
+    monkeypatch.setitem(sys.modules, "aim", aim)
     sink = runpy.run_path(str(EXAMPLES / "sinks.py"))["AimSink"]("p")
     sink.step(a_step(3, validation={"accuracy": 0.9, "x": None}))
     sink.end(a_run().training)
     sink.close()
-    assert (seen["held_out/accuracy"], seen["micro_batch"]) == ((3, 0.9), (3, 86))
-    assert "held_out/x" not in seen
-    assert seen["summary"]["training"]["optimizer_steps"] == 120  # type: ignore[index]
+    aim.Run.assert_called_once_with(experiment="p")
+    run = aim.Run()
+    tracked = {call.kwargs["name"]: (call.kwargs["step"], *call.args) for call in run.track.mock_calls}
+    assert (tracked["held_out/accuracy"], tracked["micro_batch"]) == ((3, 0.9), (3, 86))
+    assert "held_out/x" not in tracked
+    ((name, training),) = (call.args for call in run.__setitem__.mock_calls)
+    assert (name, training["optimizer_steps"]) == ("training", 120)
+    run.close.assert_called_once_with()
 
 
 LONGEST = 80
