@@ -131,7 +131,7 @@ class Breaking(io.StringIO):
 
     def write(self, text: str) -> int:
         if self.getvalue():
-            raise BrokenPipeError(32, "Broken pipe")
+            raise BrokenPipeError(32, f"Broken pipe: {text}")
         return super().write(text)
 
 
@@ -140,7 +140,7 @@ def test_text_after_a_failure_is_dropped_and_the_first_failure_is_kept() -> None
     stream = SafeStream(inner)
     assert [stream.write(text) for text in ("one", "two", "three")] == [3, 3, 5]
     assert inner.getvalue() == "one"
-    assert isinstance(stream.failure, BrokenPipeError)
+    assert stream.failure.strerror == "Broken pipe: two"
     assert stream.isatty() is False
 
 

@@ -32,14 +32,6 @@ def test_the_command_line_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) ->
         parsed()
 
 
-def test_a_file_may_hold_options_of_other_commands() -> None:
-    Path("autobatch.toml").write_text("steps = 3\ntarget_batch = 8\nprofile = 'l4'\nmax_micro_batch = 4\n")
-    assert parsed(command="estimate")[1].profile == ["l4"]
-    options = parsed("--lr-rule", "linear", "--base-batch=4", command="plan")[1]
-    assert (options.target_batch, options.max_micro_batch) == (8, 4)
-    assert (options.lr_rule, options.base_batch) == ("linear", 4)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
