@@ -110,23 +110,16 @@ def test_the_whole_budget_may_be_held_and_no_more_within_a_session() -> None:
     """Whole segments, pages of 2 or 20 MiB alike: one byte less in the cap would refuse the last of them."""
     device = CudaDevice(index=0, memory_budget="1000MiB")
     before = torch.cuda.get_per_process_memory_fraction(0)
-    found: BaseException | None = None
     with device.enforced() as meter:
-        already = meter.stats().reserved_bytes or 0
-        held = [
-            bytes_on(device.torch_device, 40 * MiB)
-            for _ in range((device.budget_bytes - already) // (40 * MiB))
-        ]
+        left = device.budget_bytes - (meter.stats().reserved_bytes or 0)
+        held = [bytes_on(device.torch_device, 40 * MiB) for _ in range(left // (40 * MiB))]
         read = meter.stats()
         assert 40 * MiB * len(held) <= (read.peak_reserved_bytes or 0) <= device.budget_bytes
         assert (read.retries, device.refuses(read)) == (0, None)
         del held
-        try:
+        with pytest.raises(torch.OutOfMemoryError) as refused:
             bytes_on(device.torch_device, 2 * GiB)
-        except torch.OutOfMemoryError as error:
-            found = error.with_traceback(None)
-    assert found is not None
-    assert classify(found) is Verdict.DEVICE
+    assert classify(refused.value) is Verdict.DEVICE
     assert torch.cuda.get_per_process_memory_fraction(0) == before
     free, _ = torch.cuda.mem_get_info(0)
     if free < 3 * GiB:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import autobatch
-from autobatch import Plan
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.custom_loops import ids_by_batch, small_plan, train_in_own_loop
 from tests.support.rank_server import RankServer
@@ -20,16 +19,12 @@ from tests.support.training import apart, make_workload, reference
 pytestmark = pytest.mark.distributed
 
 
-def plan_of(rank: int, target: int, limits: list[int]) -> Plan:
-    return small_plan(max(target, len(limits)), limits[rank], world_size=len(limits))
-
-
 def own_loop(kind: str, limits: list[int], is_joined: bool) -> tuple[Tensor, list[float]]:
     """Train as a user does under torchrun; return the weights and the losses."""
     torch.set_num_threads(1)
     if is_joined:
         torch.distributed.init_process_group("gloo")
-    plan = plan_of(int(os.environ["RANK"]), 10, limits)
+    plan = small_plan(10, limits[int(os.environ["RANK"])], world_size=len(limits))
     found = train_in_own_loop(make_workload(**KINDS[kind][0]), plan, epochs=2, seed=3, clip=0.01)
     torch.distributed.destroy_process_group()
     return found
