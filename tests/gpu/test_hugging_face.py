@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {"full": {}, "checkpointing": {"checkpointing"
 
 def plain(place: str, way: str) -> tuple[int, int]:
     """Train a model of a config for three steps; return the peaks that were allocated and reserved."""
-    # No trace knows what cuBLAS and cuDNN hold, and the scratch of the stub's cuDNN is made up.
+    # Without what cuBLAS holds, which is told apart, and the stub's scratch of cuDNN, which is made up.
     os.environ |= {"STUB_CUDNN_WORKSPACE_MIB": "0", "CUBLAS_WORKSPACE_CONFIG": ":0:0"}
     config = transformers.AutoConfig.from_pretrained(place, use_cache=False)
     model = getattr(transformers, config.architectures[0])(config)
@@ -69,6 +69,7 @@ def test_a_predicted_peak_is_that_of_a_plain_training(tmp_path: Path, name: str,
     )
     (one,) = found.estimates
     allocated, reserved = alone(plain, str(place), way)
-    assert one.peak_allocated_bytes == pytest.approx(allocated, rel=0.03)
+    held = one.memory["workspaces of cuBLAS"]
+    assert one.peak_allocated_bytes - held == pytest.approx(allocated, rel=0.03)
     # What a kernel takes for a moment may open one more segment.
-    assert one.peak_reserved_bytes == pytest.approx(reserved, rel=0.02, abs=20 * MiB)
+    assert one.peak_reserved_bytes - held == pytest.approx(reserved, rel=0.02, abs=20 * MiB)
