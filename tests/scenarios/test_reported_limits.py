@@ -6,24 +6,39 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import autobatch
+from autobatch import Loss
 from tests.support.commandline import SMALL
-from tests.support.probes import Listener, work
-from tests.support.ragged import Sequences, pad, ragged_workload
+from tests.support.probes import Listener, pad, work
 from tests.support.rank_server import RankServer
+
+
+def masked_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+    inputs, labels = batch
+    mask = inputs.ne(0).any(-1, keepdim=True)
+    means = (model(inputs) * mask).sum(1) / mask.sum(1)
+    return Loss(cross_entropy(means, labels, reduction="sum"), len(labels))
 
 
 @pytest.mark.parametrize("limit", [None, 8])
 def test_samples_that_cannot_be_split_by_size_are_split_by_count(limit: int | None) -> None:
     """A batch of None alone cannot be collated, and no run has one: any 8 samples in a row have others."""
-    holes, texts = (13, 29, 31, 45, 46, 55, 57), Sequences(64)
-    workload = ragged_workload(
-        train_data=[None if index in holes else texts[index] for index in range(64)],
+    samples: list[Any] = [(torch.ones(1 + index % 16, 8), torch.tensor(index % 4)) for index in range(64)]
+    for hole in (13, 29, 31, 45, 46, 55, 57):
+        samples[hole] = None
+    workload = work(
+        lambda: nn.Linear(8, 4),
+        train_data=samples,
         collate=lambda samples: pad([sample for sample in samples if sample is not None]),
         size_of=lambda sample: 0 if sample is None else len(sample[0]),
+        loss=masked_loss,
     )
     listener = Listener()
     options = {"target_batch": 32, "device": "cpu", "memory_budget": "64MiB", "max_micro_batch": limit}
