@@ -45,6 +45,10 @@ def parse(name: str, words: Sequence[str]) -> tuple[str | None, Options]:
     if len(places) > 1:
         shown = " and ".join(map(quoted, places[:2]))
         raise InputError(f"give one WORKLOAD, found {shown}; see autobatch {name} --help")
+    if places and "snapshot" in values:
+        raise InputError(
+            f"--snapshot stands in place of a WORKLOAD, found {quoted(places[0])} too: leave it out"
+        )
     return options_of(name, values | ({"workload": places[0]} if places else {}))
 
 

@@ -55,6 +55,10 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("probe", "--"), "takes a command after --, found none"),
     (("record", "--out"), "--out has no value: give a file"),
     (("estimate", "nowhere.py"), "there is no file nowhere.py"),
+    (
+        ("estimate", "a:b", "--snapshot", "8.pickle"),
+        "--snapshot stands in place of a WORKLOAD, found 'a:b' too",
+    ),
     (("pla" + ESCAPED,), r"'pla\x1b[31m'"),
     ((*FIT, "a\nb.py:" + ESCAPED), r"there is no file a\nb.py"),
     ((*FIT, f"--{ESCAPED}out"), r"--\x1b[31mout"),
