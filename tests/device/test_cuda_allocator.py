@@ -25,10 +25,11 @@ def entry(action: str, address: int, size: int = 0, **more: object) -> dict[str,
 
 
 def test_allocations_and_completed_frees_become_events() -> None:
-    """An address that is used again is another block."""
+    """An address that is used again is another block. Failed allocations have none (cuda/Module.cpp)."""
     entries = [
         entry("free_completed", 7),  # taken before the recording
         entry("alloc", 1000, 3 * MiB),
+        {"action": "oom", "device_free": 5 * MiB, "size": 64 * MiB, "stream": 0},
         entry("free_requested", 1000),
         entry("free_completed", 1000),
         entry("segment_free", 9000, 20 * MiB),  # the cache is emptied
