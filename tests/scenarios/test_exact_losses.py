@@ -237,11 +237,10 @@ ROWS: dict[str, tuple[dict[str, Any], Any, Any, tuple[Any, str] | None]] = {
 }
 """Fields of a workload, its loss or the name of that on the page, the loss over the whole batch, and a wrong
 loss with the cause that its refusal names. A row without a right loss is inexact."""
-IN_OWN_LOOPS = {
-    "SAM": test_own_loop.test_sharpness_aware_minimization_takes_two_steps,
-    "GAN, in its usual order": test_own_loop.test_two_batches_are_the_two_steps_of_a_gan,
-}
-"""Rows of the page that need a loop of one's own, and their tests."""
+IN_OWN_LOOPS = dict.fromkeys(
+    ("SAM", "GAN, in its usual order"), test_own_loop.test_two_batches_of_the_same_samples_are_two_steps
+)
+"""Rows of the page that need a loop of one's own, and their test."""
 
 
 @pytest.mark.parametrize("name", ROWS)
