@@ -88,7 +88,7 @@ def _write(weights: Mapping[str, Tensor], path: Path) -> None:
     model: Any = SimpleNamespace(state_dict=lambda: dict(own))  # all that is asked of a model
     try:
         with replaced_file(path) as temporary:
-            save_model(model, str(temporary), METADATA)
+            save_model(model, str(temporary), {**METADATA})  # it adds the names of tied weights
     except Exception as error:  # safetensors has errors of its own for a full disk
         raise CheckpointError(
             f"the weights could not be written to {path}: {error}. The checkpoints hold them too"

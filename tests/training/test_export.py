@@ -77,3 +77,6 @@ def test_weights_that_pass_the_check_are_exported(tmp_path: Path) -> None:
     loaded = Holder({name: torch.ones_like(value) for name, value in CAN.items()})
     load_model(loaded, str(file))
     assert torch.equal(weights(loaded), weights(loop.train_state.model))
+    train(open_loop(), settings(tmp_path / "next"), Progress())
+    with safe_open(tmp_path / "next" / "model.safetensors", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}, "that of another model"
