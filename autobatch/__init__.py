@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from autobatch.core.lazy import imported
 from autobatch.core.version import __version__ as __version__
 
 _MODULES = {
@@ -64,10 +64,10 @@ else:
     def __getattr__(name: str) -> Any:
         """Import a public name at first use (PEP 562): ``autobatch --help`` must not wait for torch."""
         if name == "integrations":
-            return import_module("autobatch.integrations")
+            return imported("autobatch.integrations")
         for module, names in _MODULES.items():
             if name in names:
-                return getattr(import_module(f"autobatch.{module}"), name)
+                return getattr(imported(f"autobatch.{module}"), name)
         raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from autobatch.core.lazy import imported
 
 if TYPE_CHECKING:
     from autobatch.integrations import accelerate, lightning, transformers
@@ -15,7 +16,7 @@ if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses othe
     def __getattr__(name: str) -> Any:
         """Import an adapter at first use (PEP 562): each of them imports torch."""
         if name in __all__:
-            return import_module(f"autobatch.integrations.{name}")
+            return imported(f"autobatch.integrations.{name}")
         raise AttributeError(f"module 'autobatch.integrations' has no attribute {name!r}")
 
 

@@ -31,12 +31,14 @@ def test_every_error_has_its_base_and_exit_code_and_survives_a_pickle() -> None:
 
 
 @pytest.mark.program
-def test_no_library_is_imported_before_something_needs_it() -> None:
+def test_no_library_is_imported_before_something_needs_it_and_no_import_draws() -> None:
     code = (
-        "import sys, autobatch\n"
+        "import random, sys, autobatch\n"
+        "state = random.getstate()\n"
         "autobatch.integrations\n"
         "assert 'torch' not in sys.modules\n"
         "assert autobatch.integrations.transformers.plan\n"
         "assert not {'transformers', 'lightning', 'accelerate'} & set(sys.modules)\n"
+        "assert random.getstate() == state\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
