@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STEPS = 3
+RETRIED = "the allocator emptied its cache"
 HEAD = ("script", "budget", "largest", "it runs", "one more runs", "runs", "errors", "seconds")
 
 
@@ -150,11 +151,18 @@ def measure(script: Script, checkouts: Path) -> list[object]:
 
 
 def runs_plainly(script: Script, size: int, folder: Path, variables: dict[str, str]) -> bool:
-    """Return whether the script takes its steps under a limit, with the hook of this file alone."""
+    """Return whether the script takes its steps under a limit, with the hook of this file alone.
+
+    Raises:
+        CalledProcessError: it fails for another reason than memory.
+    """
     words = script.words.replace("{}", str(size)).split()
     at = next(place for place, word in enumerate(words) if word.endswith(".py"))
     words[at:at] = [str(Path(__file__).resolve()), "steps"]
-    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, check=False).returncode == 0
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    if not any(reason in done.stderr for reason in ("OutOfMemoryError", RETRIED)):
+        done.check_returncode()
+    return done.returncode == 0
 
 
 def take_steps(words: list[str]) -> None:
@@ -168,7 +176,9 @@ def take_steps(words: list[str]) -> None:
         taken[id(optimizer)] = taken.get(id(optimizer), 0) + 1
         if taken[id(optimizer)] == STEPS:
             torch.cuda.synchronize()
-            os._exit(int(torch.cuda.memory_stats()["num_alloc_retries"] > 0))
+            if has_retried := torch.cuda.memory_stats()["num_alloc_retries"] > 0:
+                print(RETRIED, file=sys.stderr, flush=True)
+            os._exit(has_retried)
 
     register_optimizer_step_post_hook(count)
     sys.argv = words
