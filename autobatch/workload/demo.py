@@ -18,7 +18,7 @@ from autobatch.workload.contract import Collated, Workload
 
 MEMORY_BUDGET = {"cpu": "6MiB", "cuda": "160MiB", "sim": "32MiB"}
 """Small per device kind, so that the first run finds a limit and plans an accumulation."""
-STEPS = 60
+STEPS = 45
 """Optimizer steps of the demo, unless the user gives --steps or --epochs: about 97 % held-out accuracy."""
 HELD_OUT = 5
 """One image in this many is held out."""
