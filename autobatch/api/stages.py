@@ -31,7 +31,7 @@ from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split
 from autobatch.search.probe import Limit
 from autobatch.training.batchnorm import statistics_notes
-from autobatch.training.split_check import SHARED, Finding, examine_run
+from autobatch.training.split_check import SHARED, Finding, examine, examine_run
 
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
@@ -195,7 +195,7 @@ def tune(run: Run, steps: int = PLANNED_STEPS) -> None:
     probe = run.result.probe
     assert probe is not None
     run.progress.doing("choosing how batches are split")
-    chosen, note = choose_split(process, run.plan, probe, options, fault=finding.fault, ranks=run.ranks)
+    chosen, note = choose_split(process, run.plan, probe, options, check=examine, ranks=run.ranks)
     if note:
         run.progress.note(note)
     run.record(plan=chosen)

@@ -8,7 +8,8 @@ split by size makes the error systematic.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -34,20 +35,18 @@ LEAST_GAIN = 1.03
 """Ratio of padded areas, with the fixed cost of each micro-batch, from which ``auto`` splits by size."""
 PADDED_SHARE = 0.25
 """Share of the room beside a short sample that must be filled for samples to count as padded."""
+CHECKED = 8
+"""Samples of sizes from the smallest to half of the largest whose gradient must not depend on the split."""
+
+Check = Callable[[Setup, int, Sequence[int]], tuple[str | None, str | None]]
+"""Checks whether the gradient of some samples depends on their split: takes a setup, the largest micro-batch
+and the samples, and returns the fault first, None if there is none; see `examine` of `autobatch.training`."""
 
 
 def choose_split(
-    process: SetupProcess, plan: Plan, probe: Probe, options: Options, *, fault: str | None, ranks: Ranks
+    process: SetupProcess, plan: Plan, probe: Probe, options: Options, *, check: Check, ranks: Ranks
 ) -> tuple[Plan, str]:
     """Choose how the batches of a plan are split; all ranks call it.
-
-    Args:
-        process: holds the setup.
-        plan: the split by count.
-        probe: the largest micro-batch that fits.
-        options: the split that was asked for, and its largest micro-batch.
-        fault: why the gradient of a batch depends on its split; None if it does not.
-        ranks: the processes that train together.
 
     Returns:
         The plan with the choice, which is by count if it fails, and a note on it; empty if there is none.
@@ -71,7 +70,7 @@ def choose_split(
     alone = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
     limits = alone if is_probed else plan.micro_batch, min(cap, options.max_micro_batch or cap)
     try:
-        cut, reason = process.call("the choice of the split", _choose, plan, options, limits, fault)
+        cut, reason = process.call("the choice of the split", _choose, plan, options, limits, check)
     except Exception as error:
         cut, reason = None, str(error) if isinstance(error, AutobatchError) else describe(error)
     if cut is None and asked == "size":
@@ -83,7 +82,7 @@ def choose_split(
 
 
 def _choose(
-    setup: Setup, plan: Plan, options: Options, limits: tuple[int, int], fault: str | None
+    setup: Setup, plan: Plan, options: Options, limits: tuple[int, int], check: Check
 ) -> tuple[SizeCut | None, str]:
     """Return the split, None by count, and the reason, empty if there was no choice.
 
@@ -92,7 +91,7 @@ def _choose(
         plan: the split by count.
         options: the split that was asked for, and the seed of the order of the data.
         limits: the largest micro-batches of the longest samples and of any.
-        fault: why the gradient of a batch depends on its split; None if it does not.
+        check: see `Check`.
     """
     setup = with_knobs(setup, {**plan.knobs, PRECISION: plan.precision})
     sizes = setup.worst_case.sizes()
@@ -104,10 +103,10 @@ def _choose(
     if sizes.min() == sizes.max():
         return None, "all samples have one size" * (options.split == "size")
     limit, cap = min(limits), limits[1]
-    obstacle = fault if plan.multiple == 1 else f"micro-batches must be multiples of {plan.multiple}"
-    if obstacle is None:
+    obstacle: str | None = f"micro-batches must be multiples of {plan.multiple}"
+    if plan.multiple == 1:
         with preserved_random_state():
-            obstacle = _obstacle(setup, sizes)
+            obstacle = _obstacle(setup, sizes, limit, check)
     if obstacle is not None:
         return None, obstacle
     # A rank takes about as many samples of a batch that is split by size.
@@ -155,18 +154,24 @@ def read_sizes(setup: Setup) -> Sizes | None:
     return setup.worst_case.sizes()
 
 
-def _obstacle(setup: Setup, sizes: Sizes) -> str | None:
-    """Return why a split by size would change statistics, or save no time; None if nothing shows either.
+def _obstacle(setup: Setup, sizes: Sizes, limit: int, check: Check) -> str | None:
+    """Return why a split by size would change results, or save no time; None if nothing shows either.
 
     Raises:
         Exception: whatever the workload raises on one or two samples.
     """
     if any(isinstance(module, _BatchNorm) for module in setup.model.modules()):
         return "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ"
+    order = np.argsort(sizes, kind="stable")
+    # Several longer ones may not fit together; values of a shared model are not its own here.
+    short = order[: np.count_nonzero(sizes <= max(sizes.max() / 2, np.median(sizes)))]
+    ids = short[np.linspace(0, len(short) - 1, CHECKED, dtype=int)].tolist()
+    # In float32, because rounding is no effect of the padding.
+    fault = None if setup.sharding else check(replace(setup, precision="fp32"), limit, ids)[0]
+    if fault is not None:
+        return fault
     if hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off":
         return "a compiled model compiles anew for most micro-batches of other shapes"
-
-    order = np.argsort(sizes, kind="stable")
 
     def numbers_in(*places: int) -> int:
         """Collate samples by their places in the order of sizes, and count the numbers in their tensors."""

@@ -17,7 +17,7 @@ from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.search import plan_split
 from autobatch.search.plan_split import choose_split
-from autobatch.training.split_check import examine_run
+from autobatch.training.split_check import examine
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.split import SizeSplit
 from tests.support.probes import probe_of
@@ -44,8 +44,7 @@ PLAN = make_plan(target_batch=24, micro_batch_limit=6, learning_rate=0.01)
 def chosen(setup: Setup, plan: Plan = PLAN, split: str = "auto", limit: int = 6) -> tuple[Plan, list[str]]:
     """Choose the split of a plan, and return the plan with the notes."""
     process, options = ThisProcess(setup), Options().with_values(split=split)
-    fault = examine_run(setup, plan.micro_batch, plan.target_batch).fault
-    found, note = choose_split(process, plan, probe_of(limit), options, fault=fault, ranks=Ranks())
+    found, note = choose_split(process, plan, probe_of(limit), options, check=examine, ranks=Ranks())
     return found, [note] * bool(note)
 
 
