@@ -36,7 +36,7 @@ from autobatch.device.oom import is_below_budget
 from autobatch.device.select import open_device
 from autobatch.device.snapshot_file import Recording, read_recordings
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.gpus import LARGEST, gpu_allocator
+from autobatch.estimates.gpus import gpu_allocator
 from autobatch.integrations.recorder.autobatch_recorder import recorded
 from autobatch.planning import equal_parts_note, program_plan
 from autobatch.rehearsal.attempt import Outcome
@@ -48,6 +48,8 @@ from autobatch.search.probe import find_largest
 
 STEPS = 3
 """Optimizer steps of a run: state appears in the first, and later ones find it and the gradients there."""
+MOST = 1 << 20
+"""Samples of the largest micro-batch that is tried."""
 EXCEPTION = re.compile(r"(\[rank\d+\]: )?(?!subprocess\.)[A-Za-z_.]+(Error|Exception|Interrupt|Exit)(: .+)?$")
 """Last line of a traceback, but for those of launchers: that of torchrun ends in a colon, and those of
 accelerate and DeepSpeed tell of a ``subprocess``."""
@@ -96,17 +98,20 @@ class Runner:
         # With two micro-batches in a step, a command that accumulates finds gradients in the second.
         words, start = fill(self.command, size, 2, self.world), time.monotonic()
         self.progress.doing(f"running {shlex.join(words)}")
-        error, recording = None, None
+        error, reason, recording = None, None, None
         with tempfile.TemporaryDirectory(prefix="autobatch-") as folder:
             code, last_words = self._execute(words, folder)
             processes = [json.loads(file.read_bytes()) for file in Path(folder).glob("*.json")]
-            ranks, budget = [each for each in processes if each["steps"]], self.device.budget_bytes
+            ranks = [process for process in processes if process["steps"]]
+            budget = self.device.budget_bytes
             refused = [each for each in processes if each["retries"] or each["peak_reserved_bytes"] > budget]
             by_size = sorted(refused or ranks, key=lambda process: process["peak_reserved_bytes"])
             most: dict[str, Any] = by_size[-1] if by_size else {}
-            if ranks and code == 0 and not refused and all(rank["steps"] >= STEPS for rank in ranks):
+            if refused:
+                reason = f"out of memory, after holding {format_bytes(most['peak_reserved_bytes'])}"
+            elif ranks and code == 0 and all(rank["steps"] >= STEPS for rank in ranks):
                 recording = read_recordings(Path(most["snapshot"]))[0]
-            elif not refused:
+            else:
                 hint = "" if processes else ", and torch used no GPU in it"
                 error = InputError(
                     f"{shlex.join(words)} took {max([0, *(each['steps'] for each in processes)])} of {STEPS} "
@@ -122,9 +127,6 @@ class Runner:
                 )
             if all(size > other for other, outcome in self.outcomes.items() if outcome.trace):
                 self.recording, self.world = recording, len(ranks)
-        held = most.get("peak_reserved_bytes")
-        reason = str(error) if error else None
-        reason = f"out of memory, after holding {format_bytes(held)}" if refused else reason
         below = [
             is_below_budget(each["peak_reserved_bytes"], each["refused_bytes"], budget) for each in refused
         ]
@@ -133,8 +135,8 @@ class Runner:
             seconds=time.monotonic() - start,
             fits=recording is not None,
             peak_allocated_bytes=most.get("peak_allocated_bytes"),
-            peak_reserved_bytes=held,
-            reason=reason,
+            peak_reserved_bytes=most.get("peak_reserved_bytes"),
+            reason=str(error) if error else reason,
             is_error=error is not None,
             is_below_budget=bool(below) and all(below),
         )
@@ -208,7 +210,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
     device, outcomes = runner.device, runner.outcomes
     multiple, target = options.micro_batch_multiple, options.target_batch
     caps: dict[LimitedBy, int | None] = {"max_micro_batch": options.max_micro_batch, "target_batch": target}
-    caps["memory"] = LARGEST
+    caps["memory"] = MOST
     files = hashlib.sha256()
     for part in [part for word in runner.command for part in re.split("[=,]", word)]:
         with suppress(OSError, ValueError):
