@@ -25,8 +25,10 @@ ROUNDS = {"mlp": "60", "transformer": "400"}
 
 def loops(name: str, precision: str) -> dict[str, Any]:
     """Return the time of the loops of autobatch ÷ that of one by hand: the median over rounds in turn."""
-    asked = {"cases": name, "precisions": precision, "sources": "joined", "works": "adam, clipped"}
-    asked["rounds"] = ROUNDS[name]
+    asked = {
+        "cases": name, "precisions": precision, "sources": "joined",
+        "works": "adam, clipped", "rounds": ROUNDS[name],
+    }  # fmt: skip
     words = [word for option, value in asked.items() for word in (f"--{option}", value)]
     # In a process of its own, because a run of `fit` keeps its cap until the end.
     with fresh_home() as environ:
