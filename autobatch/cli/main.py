@@ -196,7 +196,7 @@ def join_ranks(call: Call, options: Options) -> Ranks:
     if call.name == "estimate":
         refuse_ranks(os.environ, call.name)
         return Ranks()
-    count = max(options.rank_counts, default=1)
+    count = options.ranks or 1
     if count > 1 and read_launch(os.environ) is None:
         ended = start_ranks([call.name, *call.words], count)
         if ended.line is not None:

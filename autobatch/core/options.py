@@ -55,7 +55,6 @@ TAKEN_BY = {
 """Commands that take the options of a group of the help, unless an option names others."""
 MOST = 2**63 - 1
 """Largest whole number of an option: torch and the files count in 64 bits."""
-COUNT = "[1-9][0-9]{0,8}"
 TEXT = "[^\0\ud800-\udfff]"
 """A character that UTF-8 and the names of files can hold."""
 AtLeastZero = Annotated[int, Meta(ge=0, le=MOST, description="a whole number of 0 or more")]
@@ -78,8 +77,6 @@ DeviceName = Annotated[
 ]
 _TIME = r"^[0-9]{1,9}(\.[0-9]{1,9})?(min|h)\Z"
 Duration = Annotated[str, Meta(pattern=_TIME, description="a time like 15min or 2h")]
-_COUNTS = f"^{COUNT}(,{COUNT})*\\Z"
-RankCounts = Annotated[str, Meta(pattern=_COUNTS, description="several in estimate, like 1,2,4")]
 SplitCheck = Literal["error", "note", "off"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 CallT = TypeVar("CallT", bound=Callable[..., Any])
@@ -251,7 +248,7 @@ class Options:
         rare=True,
     )
     seed: Seed = option("devices", "Seed of the weights, the data order and the trials.", 0, rare=True)
-    ranks: Ranks | RankCounts | None = option("devices", "Processes, one per GPU (estimate: also 1,2,4,8).")
+    ranks: Ranks | None = option("devices", "Processes, one per GPU.")
     parallel: Literal["auto", "replicate", "shard"] = option(
         "devices",
         "A whole model for each rank (DDP), or a part of it (FSDP2). auto: shard if none fits whole.",
@@ -323,11 +320,6 @@ class Options:
     verbose: bool = option("output", "Print the traceback of an error.", False, rare=True)
 
     @property
-    def rank_counts(self) -> list[int]:
-        """The numbers of ranks that were asked for, in order; empty if none was."""
-        return [] if self.ranks is None else sorted(set(map(int, str(self.ranks).split(","))))
-
-    @property
     def on_inexact_split(self) -> SplitCheck:
         """The reaction to a loss that cannot be split: as asked, else an error in a training, else a note."""
         return self.split_check or ("error" if self.command == "fit" else "note")
@@ -394,8 +386,6 @@ def options_from(command: str, values: Mapping[str, Any], names: Mapping[str, st
     options = Options(command=command, **given)
     if command in PLANS and options.target_batch is None:
         raise InputError(f"{labels['target_batch']} is missing: give {known['target_batch'].expected}")
-    if command != "estimate" and isinstance(options.ranks, str):
-        raise InputError(f"{labels['ranks']} must be a whole number from 1 to 1024, found {options.ranks!r}")
     if options.steps is not None and options.epochs is not None:
         steps, epochs = (f"{labels[name]} {given[name]}" for name in ("steps", "epochs"))
         raise InputError(f"{steps} and {epochs} exclude each other: give one")
@@ -463,7 +453,7 @@ class Keywords(TypedDict, total=False):
     sequence: int | None
     lora: int | None
     checkpointing: bool
-    ranks: int | str | None
+    ranks: int | None
     parallel: Literal["auto", "replicate", "shard"]
     collective_timeout: float
 

@@ -328,17 +328,6 @@ class Remedy(Record, frozen=True, kw_only=True):
     """Peak compared with the budget, at ``micro_batch`` or at 1 if that is 0."""
 
 
-class RankEstimate(OfRanks, frozen=True, kw_only=True):
-    """Prediction of what fits on each of some ranks: a cell of the table of ranks and GPUs."""
-
-    profile: str
-    budget_bytes: int
-    micro_batch: int
-    """Largest micro-batch that is predicted to fit, 0 if none; or the one that was asked about."""
-    peak_reserved_bytes: int | None
-    """Peak at ``micro_batch``, or at 1 if none fits."""
-
-
 class Refusal(Record, frozen=True, kw_only=True):
     """A request for memory that a recorded program was refused."""
 
@@ -371,17 +360,23 @@ class Recorded(Record, frozen=True, kw_only=True):
     """None if memory did not run out."""
 
 
-class Estimate(RankEstimate, frozen=True, kw_only=True):
+class Estimate(OfRanks, frozen=True, kw_only=True):
     """Prediction of what fits on one GPU."""
 
+    profile: str
+    budget_bytes: int
     budget_source: str
     precision: Precision | None
     """None for a program that was recorded, in its own precision."""
+    micro_batch: int
+    """Largest micro-batch that is predicted to fit, 0 if none; or the one that was asked about."""
     micro_batch_low: int
     micro_batch_high: int
     """Upper end of the interval in which the true limit is expected."""
     fits: bool
     peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    """Peak at ``micro_batch``, or at 1 if none fits."""
     seconds: float
     """Duration of the prediction; GPUs that run the same operators share the time of one trace."""
     plan: Plan | None

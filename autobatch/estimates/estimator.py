@@ -21,7 +21,7 @@ from torch import nn
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy
+from autobatch.core.records import Estimate, Parallel, Plan, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import memory_named
 from autobatch.device.profiles import HardwareProfile
@@ -106,20 +106,19 @@ class Estimator:
         """Predict for each GPU; for a single one, or if none suffices, also predict what would help."""
         gpus = self._gpus
         found = with_remedies(self.limits(), gpus, self._remedies)
-        table = self._table() if gpus.world > 1 else []
         reasons: dict[str | None, list[str]] = {}
         for estimate in found:
             reasons.setdefault(estimate.parallel_reason, []).append(estimate.profile)
         notes = [f"{few(names)}: {reason}" for reason, names in reasons.items() if reason]
         notes += [*gpus.notes(found), *stream_notes(self._workload.train_data), *self._notes()]
         ordered = found if gpus.are_named else sorted(found, key=need)
-        return Estimates(estimates=ordered, over_ranks=table, notes=list(dict.fromkeys(notes)))
+        return Estimates(estimates=ordered, notes=list(dict.fromkeys(notes)))
 
     def limits(self) -> list[Estimate]:
         """Predict what fits on each GPU that was asked about."""
         start, predictions = time.perf_counter(), []
         for gpu in self._gpus.asked:
-            layout, reason = self._choose(gpu, self._gpus.world)
+            layout, reason = self._choose(gpu)
             step = self._footprint(gpu, layout)
             predictions.append(partial(self._limit, gpu, step, layout, reason))
         found = run_in_copies(predictions)
@@ -166,14 +165,14 @@ class Estimator:
             seconds=0.0,
         )
 
-    def _choose(self, gpu: HardwareProfile, world: int) -> tuple[Layout, str | None]:
+    def _choose(self, gpu: HardwareProfile) -> tuple[Layout, str | None]:
         """Return the layout that was asked for; else replicas if one sample fits, and shards if not.
 
         Raises:
             InputError: the ranks cannot sum the loss.
         """
-        asked, replicas = self._options.parallel, Layout(world)
-        if world == 1 or asked == "replicate":
+        asked, replicas = self._options.parallel, Layout(self._gpus.world)
+        if replicas.world == 1 or asked == "replicate":
             return replicas, None
         reason = None
         if asked != "shard":
@@ -183,44 +182,24 @@ class Estimator:
             if self._gpus.spending(gpu)._replace(cap=step.multiple).largest(step)[0]:
                 return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
             reason = "no whole model fits on a rank, so the ranks share it (--parallel shard)"
-        return self._shared(world), reason
+        return self._shared(), reason
 
-    def _shared(self, world: int) -> Layout:
+    def _shared(self) -> Layout:
         """Return the layout of ranks that share a model."""
-        check_loss_of_ranks(self._workload, world)
+        check_loss_of_ranks(self._workload, self._gpus.world)
         # Here, or each copy would import it again.
         import autobatch.distributed.shard  # noqa: F401
 
-        return Layout(world, "shard")
+        return Layout(self._gpus.world, "shard")
 
     def _remedies(self, gpu: HardwareProfile) -> list[Remedy]:
         """Return what would let more fit."""
-        layout = self._choose(gpu, self._gpus.world)[0]
+        layout = self._choose(gpu)[0]
         changes = [*changes_of(self.step(gpu, layout))]
         if self._may_share and layout.parallel == "replicate":
-            shared = self.step(gpu, self._shared(self._gpus.world))
+            shared = self.step(gpu, self._shared())
             changes.append(Change("shard", "--parallel shard", shared))
         return helpful(self._footprint(gpu, layout), changes, self._gpus.spending(gpu))
-
-    def _table(self) -> list[RankEstimate]:
-        """Predict for all numbers of ranks that were asked for."""
-        cells = []
-        for world in self._options.rank_counts:
-            for gpu in self._gpus.asked:
-                layout, _ = self._choose(gpu, world)
-                cells.append(partial(self._cell, gpu, layout, self._footprint(gpu, layout)))
-        return run_in_copies(cells)
-
-    def _cell(self, gpu: HardwareProfile, layout: Layout, step: Footprint) -> RankEstimate:
-        size, peak = self._gpus.spending(gpu).largest(step)
-        return RankEstimate(
-            profile=gpu.name,
-            world_size=layout.world,
-            parallel=layout.parallel,
-            budget_bytes=self._gpus.budget(gpu)[0],
-            micro_batch=size,
-            peak_reserved_bytes=peak,
-        )
 
     def _footprint(self, gpu: HardwareProfile, layout: Layout) -> Footprint:
         """Return the footprint of a step on a GPU.

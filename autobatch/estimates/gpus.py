@@ -101,8 +101,8 @@ class Gpus:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.precision: Precision = options.precision
-        self.world = max(options.rank_counts, default=1)
-        """Ranks, one per GPU; the most that were asked for."""
+        self.world = options.ranks or 1
+        """Ranks, one per GPU."""
         caps = (options.max_micro_batch, options.target_batch, LARGEST)
         self.cap = min(cap for cap in caps if cap is not None)
         """The largest micro-batch to try. The data are no cap: a GPU that is not here may see more."""

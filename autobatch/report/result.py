@@ -17,7 +17,6 @@ from autobatch.core.records import (
     Estimate,
     Plan,
     Probe,
-    RankEstimate,
     Record,
     Recorded,
     RunRecord,
@@ -142,8 +141,6 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
     """Predictions for one workload, one per GPU."""
 
     estimates: list[Estimate]
-    over_ranks: list[RankEstimate] = []
-    """The same for other numbers of ranks and other GPUs; empty for one rank."""
     recorded: Recorded | None = None
     """The program of a single memory snapshot, which has no ``estimates``; else None."""
     notes: list[str] = []
@@ -153,7 +150,7 @@ class Estimates(Shown, Record, frozen=True, kw_only=True):
         return {**HEAD, **msgspec.to_builtins(self)}
 
     def __str__(self) -> str:
-        lines = estimate_lines(self.estimates, self.over_ranks, self.recorded)
+        lines = estimate_lines(self.estimates, self.recorded)
         return printable_lines("\n".join([*lines, *(f"note: {note}" for note in self.notes)]))
 
     def __repr__(self) -> str:

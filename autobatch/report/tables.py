@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple, TypeVar
 
-from autobatch.core.records import Attempt, Estimate, RankEstimate, Recorded, Trial
+from autobatch.core.records import Attempt, Estimate, Recorded, Trial
 from autobatch.core.text import module_in_words, printable
 from autobatch.core.units import format_bytes
 from autobatch.report.words import count, decimal, plural
@@ -116,10 +116,7 @@ def trials_table(trials: Sequence[Trial]) -> Table:
 
 
 def estimate_lines(
-    estimates: Sequence[Estimate],
-    over_ranks: Sequence[RankEstimate],
-    recorded: Recorded | None,
-    width: int | None = None,
+    estimates: Sequence[Estimate], recorded: Recorded | None, width: int | None = None
 ) -> Iterator[str]:
     """Yield what is predicted, at the width of a terminal: what fits, and where memory goes."""
     if recorded is not None:
@@ -140,8 +137,6 @@ def estimate_lines(
     }
     table = table_of("", estimates, cells)
     yield from aligned([table.head, *table.rows], width)
-    if over_ranks:
-        yield from ("", "largest micro-batch of a rank:", *_rank_lines(over_ranks, width))
     for gpu in estimates:
         is_alone = len(estimates) == 1
         if is_alone:
@@ -153,17 +148,6 @@ def estimate_lines(
             figure = count(remedy.micro_batch) if remedy.micro_batch else "does not fit"
             line = f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
             yield from folded(line, width, 11)
-
-
-def _rank_lines(cells: Sequence[RankEstimate], width: int | None) -> list[str]:
-    """Return the largest micro-batch of a rank: a row for each GPU, a column for each number of ranks."""
-    worlds = list(dict.fromkeys(cell.world_size for cell in cells))
-    limits = {(cell.profile, cell.world_size): cell.micro_batch for cell in cells}
-    rows = [
-        [gpu, *(count(limits[gpu, world]) if limits.get((gpu, world)) else "–" for world in worlds)]
-        for gpu in dict.fromkeys(cell.profile for cell in cells)
-    ]
-    return aligned([["GPU", *(plural(world, "rank") for world in worlds)], *rows], width)
 
 
 def _memory_lines(gpu: Estimate) -> list[str]:

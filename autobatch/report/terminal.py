@@ -149,7 +149,7 @@ class Terminal(Progress):
         for text in estimates.notes:
             self.note(text)
         found, width = estimates, self._width
-        for line in estimate_lines(found.estimates, found.over_ranks, found.recorded, width):
+        for line in estimate_lines(found.estimates, found.recorded, width):
             self._console.print(Text("\n".join(folded(printable(line), width, 4))), soft_wrap=True)
 
     def _say(self, text: str, style: str = "") -> None:

@@ -33,7 +33,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *(("probe", {"device": one}, {}) for one in ("auto", "cpu", "cuda:3", "sim:rtx-4090", "sim:./card.toml")),
     ("fit", {"log": "wandb", "ranks": "4", "memory_budget": "80%"}, {"log": ["wandb"], "ranks": 4}),
     ("fit", {"memory_budget": 2**33, "checkpoint_every": "15min"}, {}),
-    ("estimate", {"profile": ("a", "b"), "ranks": "1,8"}, {"profile": ["a", "b"]}),
+    ("estimate", {"profile": ("a", "b"), "ranks": "8"}, {"profile": ["a", "b"], "ranks": 8}),
     ("fit", {"steps": None, "checkpoint_every": "5"}, {"checkpoint_every": 5}),
 ]
 
@@ -65,10 +65,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"split": "sizes"}, "split must be one of auto, count, size, found 'sizes'"),
     ("fit", {"seed": "null"}, "seed must be a whole number from 0 to 2147483647, found 'null'"),
     ("estimate", {"profile": 4090}, "profile must be one or more names, found 4090"),
-    ("estimate", {"ranks": "1,,2"}, "found '1,,2'"),
+    ("estimate", {"ranks": "1,2"}, "ranks must be a whole number from 1 to 1024, found '1,2'"),
     ("tune", {"knobs": "precison"}, "knobs: there is no knob 'precison'; did you mean precision"),
     ("fit", {"log": "tensorbord"}, "log must be one or more of tensorboard, wandb, mlflow, found"),
-    ("fit", {"ranks": "1,2"}, "ranks must be a whole number from 1 to 1024, found '1,2'"),
     ("fit", {"checkpoint_every": "15min\n"}, r"or a time like 15min or 2h, found '15min\n'"),
     ("fit", {"out": "a\0b"}, r"out must be text in UTF-8 without NUL, found 'a\x00b'"),
 ]

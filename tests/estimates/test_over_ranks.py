@@ -21,7 +21,7 @@ WIDTH = 128
 
 
 def estimate(workload, **more):
-    """Predict everything, with the table and what would help."""
+    """Predict everything, with what would help."""
     given = {"profile": ["a100-40gb"], "memory_budget": "40MiB", **more}
     return estimate_limits(workload, as_options("estimate", **given))
 
@@ -38,26 +38,20 @@ def many_layers() -> nn.Module:
 
 
 @pytest.mark.program
-def test_the_table_has_all_ranks_and_gpus_each_with_its_own_layout():
+def test_each_gpu_has_its_own_layout():
     """A whole model fits on the larger GPU only, whichever is named first."""
     before = multiprocessing.active_children()
     names = ["a100-40gb", "a100-80gb"]
-    given = {"memory_budget": "0.1%", "precision": "fp32", "ranks": "4,8"}
 
-    def cells(*profile):
-        found = estimate(work(many_layers), profile=[*profile], **given)
-        layouts = {one.profile: one.parallel for one in found.estimates}
-        return layouts, {
-            (one.profile, one.world_size): (one.parallel, one.micro_batch) for one in found.over_ranks
-        }
+    def found(*profile):
+        given = {"memory_budget": "0.1%", "precision": "fp32", "ranks": 8}
+        estimates = estimate(work(many_layers), profile=[*profile], **given).estimates
+        return {one.profile: (one.parallel, one.world_size, one.micro_batch) for one in estimates}
 
-    layouts, table = cells(*names)
-    assert layouts == dict(zip(names, ["shard", "replicate"], strict=True))
-    assert {key: parallel for key, (parallel, _) in table.items()} == {
-        (name, world): layouts[name] for name in names for world in (4, 8)
-    }
-    assert all(size > 0 for _, size in table.values())
-    assert cells(*names[::-1]) == (layouts, table)
+    layouts = found(*names)
+    assert [layouts[name][:2] for name in names] == [("shard", 8), ("replicate", 8)]
+    assert all(size > 0 for _, _, size in layouts.values())
+    assert found(*names[::-1]) == layouts
     assert not dist.is_initialized()
     assert set(multiprocessing.active_children()) <= set(before)
 
@@ -76,7 +70,6 @@ def test_a_loss_over_the_whole_batch_needs_whole_models_and_the_rows_of_all_rank
     (one,) = found.estimates
     assert (one.parallel, one.plan.world_size, sum(one.plan.micro_batches)) == ("replicate", 4, 8)
     assert "the loss sees the whole batch" in one.parallel_reason
-    assert {row.world_size for row in found.over_ranks} == {4}
     assert "shard" not in [remedy.name for remedy in one.remedies]
     (alone,) = estimate(contrastive(), target_batch=32).estimates
     assert one.micro_batch == alone.micro_batch, "rows and losses are those of one GPU"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autobatch import Estimates, Progress, Result
-from autobatch.core.records import LrTrial, MemoryHolder, RankEstimate, Remedy, Trial
+from autobatch.core.records import LrTrial, MemoryHolder, Remedy, Trial
 from autobatch.report.facts import final_facts
 from autobatch.report.terminal import Terminal
 from tests.support.planted import PLANTED
@@ -98,19 +98,16 @@ def test_foreign_names_are_shown_and_never_obeyed(kind: type[io.StringIO]) -> No
         assert ("[/x] [bold]:smile:" in text) == (event[0] == "estimated")
 
 
-def test_an_estimate_has_a_column_for_each_world_and_what_would_help_and_where_memory_goes(
+def test_an_estimate_has_what_would_help_and_where_memory_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     remedy = Remedy(name="bf16", advice="--precision bf16", micro_batch=128, peak_bytes=1 << 30)
     none = an_estimate(profile="old", fits=False, micro_batch=0, plan=None, remedies=[remedy])
-    cell = {"profile": "a100", "budget_bytes": 1, "peak_reserved_bytes": 1}
-    ranks = [RankEstimate(world_size=world, micro_batch=limit, **cell) for world, limit in ((1, 0), (8, 64))]
     exact = an_estimate(profile="new", micro_batch_low=90, micro_batch_high=90)
-    both = Estimates(estimates=[exact, none], over_ranks=ranks)
+    both = Estimates(estimates=[exact, none])
     rows = [line.split() for line in shown(("estimated", both), quiet=True).splitlines()]
     assert ["new", "22.0", "GiB", "90", "21.0", "GiB", "bf16", "12"] in rows, "no interval"
     assert any(row[:6] == ["old", "22.0", "GiB", "does", "not", "fit"] for row in rows)
-    assert ["a100", "–", "64"] in rows
     assert ["128", "--precision", "bf16", "(peak", "1.00", "GiB)"] in rows
     monkeypatch.setenv("COLUMNS", "40")
     narrow = shown(("estimated", both), stream=ATerminal())
