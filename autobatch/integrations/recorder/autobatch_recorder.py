@@ -12,7 +12,6 @@ and then the program ends. ``fraction`` is the share of each GPU that the alloca
 from __future__ import annotations
 
 import atexit
-import glob
 import json
 import os
 import sys
@@ -36,9 +35,6 @@ def begin() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     wanted = json.loads(os.environ.get(VARIABLE, "{}"))
-    if "out" in wanted and "told" not in wanted:  # the first process speaks for those that it starts
-        os.environ[VARIABLE] = json.dumps({**wanted, "told": True})
-        atexit.register(tell, wanted)
     if not wanted or not torch.cuda.is_available():
         return
     if "fraction" in wanted:  # the allocator reads its options with its first block
@@ -83,14 +79,6 @@ def begin() -> None:
         timer = threading.Timer(wanted["seconds"], write)
         timer.daemon = True
         timer.start()
-
-
-def tell(wanted: dict[str, Any]) -> None:
-    """Say at the end that nothing was written, if that is so."""
-    stem, ending = os.path.splitext(wanted["out"])
-    files = glob.glob(f"{glob.escape(stem)}*{ending}")
-    if not any(os.path.getmtime(file) > wanted.get("since", 0) for file in files):
-        sys.stderr.write(f"autobatch: {wanted['out']} was not written: no process used a GPU\n")
 
 
 def dump(wanted: dict[str, Any], steps: int, refused: int) -> None:
