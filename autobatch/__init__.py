@@ -27,10 +27,9 @@ _MODULES = {
 }
 """Public names by the module that defines them."""
 
-__all__ = ["__version__", "integrations", *(name for names in _MODULES.values() for name in names)]  # noqa: PLE0604
+__all__ = ["__version__", *(name for names in _MODULES.values() for name in names)]  # noqa: PLE0604
 
 if TYPE_CHECKING:  # which refuses other names
-    from autobatch import integrations as integrations
     from autobatch.api.library import estimate as estimate
     from autobatch.api.library import fit as fit
     from autobatch.api.library import plan as plan
@@ -63,8 +62,6 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import a public name at first use (PEP 562): ``autobatch --help`` must not wait for torch."""
-        if name == "integrations":
-            return imported("autobatch.integrations")
         for module, names in _MODULES.items():
             if name in names:
                 return getattr(imported(f"autobatch.{module}"), name)

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from train import build_model, dataset, loss
 
-import autobatch
+from autobatch.integrations.accelerate import plan
 
 
 def main() -> None:
@@ -20,10 +20,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(dataset(1024), batch_size=8, shuffle=True)
 
-    plan = autobatch.integrations.accelerate.plan(
-        accelerator, model, optimizer, loader, loss=loss, target_batch=256, memory_budget="300KiB"
-    )
-    print(plan)
+    print(plan(accelerator, model, optimizer, loader, loss=loss, target_batch=256, memory_budget="300KiB"))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     steps = 0

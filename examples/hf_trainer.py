@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import autobatch  # +
+from autobatch.integrations.transformers import plan  # +
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 
@@ -33,7 +33,7 @@ def main() -> None:
     config = GPT2Config(vocab_size=128, n_positions=32, bos_token_id=0, eos_token_id=0, **sizes)
     arguments = TrainingArguments("runs/hf_trainer", num_train_epochs=2, learning_rate=1e-2, report_to=[])
     trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=texts(), data_collator=pad)
-    print(autobatch.integrations.transformers.plan(trainer, target_batch=64, memory_budget="6MiB"))  # +
+    print(plan(trainer, target_batch=64, memory_budget="6MiB"))  # +
     print(f"loss {trainer.train().training_loss:.3f} after {trainer.state.global_step} steps")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import autobatch  # +
+from autobatch.integrations.lightning import AutobatchFinder  # +
 
 
 class Classifier(lightning.LightningModule):
@@ -40,7 +40,7 @@ class Classifier(lightning.LightningModule):
 def main() -> None:
     """Train for two epochs."""
     module = Classifier()
-    finder = autobatch.integrations.lightning.AutobatchFinder(target_batch=256, memory_budget="300KiB")  # +
+    finder = AutobatchFinder(target_batch=256, memory_budget="300KiB")  # +
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         callbacks=[finder],  # +

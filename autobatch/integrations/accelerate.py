@@ -1,9 +1,9 @@
 """Hugging Face ``accelerate``: plan for an ``Accelerator``, and set its accumulation.
 
+    from autobatch.integrations.accelerate import plan
+
     accelerator = Accelerator()
-    autobatch.integrations.accelerate.plan(
-        accelerator, model, optimizer, loader, loss=loss, target_batch=16
-    )
+    print(plan(accelerator, model, optimizer, loader, loss=loss, target_batch=16))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 The loader then has the planned batch size. The loop stays as it is:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from autobatch.api import library
+import autobatch
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Keywords
 from autobatch.distributed.group import join_existing
@@ -80,7 +80,7 @@ def plan_for(
     options.setdefault("split_check", "off")
     ranks = join_existing(loop.world_size) if loop.world_size > 1 else None
     try:
-        plan = library.plan(workload, target_batch=target_batch, world_size=loop.world_size, **options)
+        plan = autobatch.plan(workload, target_batch=target_batch, world_size=loop.world_size, **options)
     except Exception:
         if ranks is not None:
             ranks.gather(0)

@@ -1,7 +1,8 @@
 """Lightning: a callback that plans when ``fit`` begins, in place of Lightning's ``BatchSizeFinder``.
 
-    finder = autobatch.integrations.lightning.AutobatchFinder(target_batch=16)
-    trainer = Trainer(max_epochs=1, callbacks=[finder])
+    from autobatch.integrations.lightning import AutobatchFinder
+
+    trainer = Trainer(max_epochs=1, callbacks=[AutobatchFinder(target_batch=16)])
     trainer.fit(module, datamodule)
 
 ``training_step`` is the loss and ``configure_optimizers`` makes the optimizer, so nothing is written twice.

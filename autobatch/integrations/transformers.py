@@ -1,7 +1,9 @@
 """Hugging Face ``transformers``: plan for a ``Trainer``, and set its arguments.
 
+    from autobatch.integrations.transformers import plan
+
     trainer = Trainer(model, TrainingArguments("out"), train_dataset=dataset)
-    plan = autobatch.integrations.transformers.plan(trainer, target_batch=16)
+    print(plan(trainer, target_batch=16))
     trainer.train()
 
 Everything is taken from the ``Trainer``: model (with PEFT), data and collator, ``compute_loss`` with

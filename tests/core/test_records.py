@@ -33,11 +33,11 @@ def test_every_error_has_its_base_and_exit_code_and_survives_a_pickle() -> None:
 @pytest.mark.program
 def test_no_library_is_imported_before_something_needs_it_and_no_import_draws() -> None:
     code = (
-        "import random, sys, autobatch\n"
+        "import random, sys\n"
         "state = random.getstate()\n"
-        "autobatch.integrations\n"
+        "from autobatch import integrations\n"
         "assert 'torch' not in sys.modules\n"
-        "assert autobatch.integrations.transformers.plan\n"
+        "from autobatch.integrations.transformers import plan\n"
         "assert not {'transformers', 'lightning', 'accelerate'} & set(sys.modules)\n"
         "assert random.getstate() == state\n"
     )

@@ -10,11 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from autobatch import integrations
+from autobatch.integrations import accelerate
 from tests.support.libraries import installed
 from tests.support.training import apart, make_workload, mean_loss, reference, weights
-
-accelerate = integrations.accelerate
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from autobatch import AutobatchError, InputError, integrations
+from autobatch import AutobatchError, InputError
+from autobatch.integrations import accelerate
 from autobatch.integrations.library_plan import rebuilt
 from tests.support.libraries import installed
 from tests.support.rank_server import RankServer
-
-accelerate = integrations.accelerate
 
 ROWS = list(torch.arange(24.0))
 

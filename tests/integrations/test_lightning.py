@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-import autobatch
 from autobatch import InputError
+from autobatch.integrations.lightning import AutobatchFinder
 from tests.support.libraries import installed
 from tests.support.trainers import gradient_of, weights_of
 
@@ -27,9 +27,7 @@ def lit() -> Any:
 
 def fitted(module: Any, data: Any = None, *, epochs: int = 1, trainer: Any = None, **options: Any) -> Any:
     """Fit with the callback, with 0 epochs up to the training, and return the plan and the trainer."""
-    finder = autobatch.integrations.lightning.AutobatchFinder(
-        **{"target_batch": 20, "max_micro_batch": 10, **options}
-    )
+    finder = AutobatchFinder(**{"target_batch": 20, "max_micro_batch": 10, **options})
     library = lit().Quiet(max_epochs=epochs, callbacks=[finder], **(trainer or {}))
     library.fit(module, data)
     return finder.plan, library

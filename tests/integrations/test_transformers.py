@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, default_collate
 
-from autobatch import InputError, integrations
+from autobatch import InputError
+from autobatch.integrations import transformers
 from tests.support.libraries import installed
 from tests.support.trainers import BUDGET, WORDS, gpt2, gradient_of, pad, texts, weights_of
 
-transformers = integrations.transformers
 BATCH, WIDTH, CLASSES = 24, 8, 3
 
 
