@@ -8,12 +8,17 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
-STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+if TYPE_CHECKING:  # the import takes 10 ms
+    from multiprocessing.process import BaseProcess
+
+STOPPING: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
 """prctl(2): set the signal that this process gets when its parent ends."""
 STOPS = "stopping and saving a checkpoint; press Ctrl-C again to end at once"
@@ -150,15 +155,12 @@ def handle_signals(
 
 
 @contextmanager
-def hold_back_signals(numbers: Iterable[int], *, with_tracker: bool = True) -> Iterator[None]:
+def hold_back_signals(numbers: Iterable[int], *, with_tracker: bool) -> Iterator[None]:
     """Hold back signals within the block. A process that starts there gets none.
 
     ``with_tracker`` starts Python's resource tracker first. It unblocks signals when it starts, which it does
     with the first process that is not forked.
     """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     if with_tracker:
         # Only here: the import takes 10 ms.
         from multiprocessing import resource_tracker
@@ -169,6 +171,14 @@ def hold_back_signals(numbers: Iterable[int], *, with_tracker: bool = True) -> I
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_quietly(process: BaseProcess, *, is_copy: bool) -> None:
+    """Start a process, which gets no Ctrl-C before it ignores it; a copy is forked."""
+    with hold_back_signals({signal.SIGINT}, with_tracker=not is_copy), warnings.catch_warnings():
+        # Python warns of threads, such as those of the terminal, which a copy does not have.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
 
 
 def end_with_parent() -> None:

@@ -11,25 +11,20 @@ import gc
 import multiprocessing
 import signal
 import sys
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
 
 from autobatch.core.errors import AutobatchError
-from autobatch.core.signals import end_with_parent, hold_back_signals
+from autobatch.core.signals import end_with_parent, start_quietly
 from autobatch.device.host import usable_cores
 
-LOOK_SECONDS = 1.0
-"""Time between two looks at copies that have not answered yet."""
-STUCK_SECONDS = 20.0
-"""Time without any computation after which a copy counts as stuck. A trace only computes, but a copy may wait
-for a lock that another thread of this process held at the fork."""
+STUCK_SECONDS = 600.0
+"""Time without an answer after which a copy counts as stuck: it may wait for a lock that another thread of
+this process held at the fork."""
 CALL_HERE = None
 """Answer of a copy that cannot make the call."""
 T = TypeVar("T")
@@ -61,36 +56,19 @@ def run_in_copies(functions: Sequence[Callable[[], T]]) -> list[T]:
     import torch._dynamo.config
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
-    waiting, running = [*enumerate(functions)], dict[Connection, tuple[int, Any]]()
-    answers: dict[int, tuple[T] | AutobatchError | None] = {}
-    worked: dict[Connection, tuple[str | None, float]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < usable_cores():
-                number, function = waiting.pop(0)
-                connection, process = _start(function)
-                running[connection] = number, process
-            ready = wait([*running], LOOK_SECONDS)
-            for connection, (number, process) in [*running.items()]:
-                ran, now = _run_time(process.pid), time.monotonic()
-                before, since = worked.get(connection, (None, now))
-                if connection in ready:
-                    answers[number] = _answer(connection, process)
-                elif ran is not None and ran == before and now - since >= STUCK_SECONDS:
-                    answers[number] = CALL_HERE
-                else:
-                    worked[connection] = ran, since if ran == before else now
-                    continue
-                del running[connection]
+    cores, answers = usable_cores(), list[tuple[T] | AutobatchError | None]()
+    for first in range(0, len(functions), cores):
+        copies = list[tuple[Connection, Any]]()
+        try:
+            for function in functions[first : first + cores]:
+                copies.append(_start(function))
+            answers += [_answer(connection, process) for connection, process in copies]
+        finally:
+            for _, process in copies:
                 process.kill()
                 process.join()
-    finally:
-        for _, process in running.values():
-            process.kill()
-            process.join()
     results: list[T] = []
-    for number, function in enumerate(functions):
-        answer = answers[number]
+    for function, answer in zip(functions, answers, strict=True):
         if isinstance(answer, AutobatchError):
             raise answer
         results.append(function() if answer is CALL_HERE else answer[0])
@@ -102,10 +80,7 @@ def _start(function: Callable[[], object]) -> tuple[Connection, Any]:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, function))
-    with hold_back_signals({signal.SIGINT}, with_tracker=False), warnings.catch_warnings():
-        # Python warns of threads, which the copy does not have.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
+    start_quietly(process, is_copy=True)
     theirs.close()
     return ours, process
 
@@ -113,7 +88,7 @@ def _start(function: Callable[[], object]) -> tuple[Connection, Any]:
 def _answer(connection: Connection, process: Any) -> Any:
     """Receive the answer of a copy."""
     try:
-        return connection.recv()
+        return connection.recv() if connection.poll(STUCK_SECONDS) else CALL_HERE
     except EOFError:
         process.join()
         code = process.exitcode
@@ -140,13 +115,3 @@ def _serve(connection: Connection, function: Callable[[], object]) -> None:
         except AutobatchError as error:
             answer = error
     connection.send(answer)
-
-
-def _run_time(process: int) -> str | None:
-    """Return the time for which a process ran, as the system writes it; None if it does not tell.
-
-    A process that waits for its own copies runs at each look at them.
-    """
-    with suppress(OSError):
-        return Path(f"/proc/{process}/schedstat").read_text()
-    return None

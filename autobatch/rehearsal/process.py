@@ -21,7 +21,6 @@ import os
 import signal
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -29,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.options import Options
-from autobatch.core.signals import end_with_parent, hold_back_signals
+from autobatch.core.signals import end_with_parent, start_quietly
 from autobatch.device.host import count_oom_kills, has_gpu_driver
 
 if TYPE_CHECKING:
@@ -106,10 +105,7 @@ class ChildProcess:
         output = Connection(os.dup(self._log.fileno()))
         args = theirs, self._connection if self._is_copy else None, output
         self._process = context.Process(target=_serve, args=args, daemon=True)
-        with hold_back_signals({signal.SIGINT}, with_tracker=not self._is_copy), warnings.catch_warnings():
-            # Python warns of threads, such as those of the terminal, which a copy does not have.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._process.start()
+        start_quietly(self._process, is_copy=self._is_copy)
         theirs.close()
         output.close()
         self._is_copy = False  # later ones are none

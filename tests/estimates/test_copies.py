@@ -84,7 +84,6 @@ def test_a_copy_ends_with_the_process_that_was_killed_while_it_waited_for_it():
 @needs_fork
 def test_a_copy_that_waits_for_a_lock_which_is_held_here_leaves_the_call_to_this_process(monkeypatch):
     """Nobody gives the lock back in the copy."""
-    monkeypatch.setattr(copying, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(copying, "STUCK_SECONDS", 0.3)
     here, lock = os.getpid(), threading.Lock()
     lock.acquire()
