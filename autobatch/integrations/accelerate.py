@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -29,10 +30,10 @@ from torch.utils.data import DataLoader
 
 from autobatch.core.options import Keywords
 from autobatch.integrations.library_plan import (
-    Float32Outputs,
     LibraryLoop,
     LibraryPlan,
     check_resizable,
+    float32_outputs,
     on_host,
     plan_for,
     precision_of,
@@ -75,12 +76,17 @@ def plan(
     options.setdefault("precision", precision_of(accelerator.mixed_precision, precisions, "accelerate"))
     loop = LibraryLoop(name="accelerate", world_size=accelerator.num_processes, device=accelerator.device)
     is_mixed = accelerator.mixed_precision != "no"
+
+    def own_loss(model: nn.Module, batch: Collated) -> Tensor | Loss:
+        with float32_outputs(model) if is_mixed else nullcontext():
+            return loss(model, batch)
+
     with on_host(model):
         original, copied = model, copy.deepcopy(model)
         workload = Workload.from_loader(
             loader,
             model=lambda: copied,
-            loss=lambda model, batch: loss(Float32Outputs(model) if is_mixed else model, batch),
+            loss=own_loss,
             # The names of its arguments say what it takes.
             optimizer=lambda model, _: rebuilt(optimizer, original, model),
             learning_rate=float(optimizer.param_groups[0]["lr"]),

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.hooks import RemovableHandle
 
 import autobatch
 from autobatch.core.errors import DoesNotFitError, InputError
@@ -163,22 +164,10 @@ def rebuilt(optimizer: torch.optim.Optimizer, model: nn.Module, copy: nn.Module)
     return type(optimizer)(groups, **defaults)
 
 
-class Float32Outputs:
-    """A model as accelerate prepares it for 16 bits: its outputs are copied to float32.
-
-    Args:
-        model: whose calls are converted; its attributes are passed on.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, and convert what it returns."""
-        return import_module("accelerate.utils").convert_to_fp32(self._model(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+def float32_outputs(model: nn.Module) -> RemovableHandle:
+    """Copy the outputs of a model to float32 within a block, as accelerate prepares it for 16 bits."""
+    convert = import_module("accelerate.utils").convert_to_fp32
+    return model.register_forward_hook(lambda _, inputs, outputs: convert(outputs))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import copy
 import math
 import warnings
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Unpack
 
@@ -27,9 +28,9 @@ from torch import Tensor, nn
 from autobatch.core.errors import InputError
 from autobatch.core.options import Keywords
 from autobatch.integrations.library_plan import (
-    Float32Outputs,
     LibraryLoop,
     LibraryPlan,
+    float32_outputs,
     on_host,
     plan_for,
     rebuilt,
@@ -169,10 +170,10 @@ def _loss(trainer: Any, model: nn.Module, inputs: Any) -> Tensor | Loss:
 
 
 def _compute(trainer: Any, model: nn.Module, inputs: Any, count: Any) -> Tensor:
-    # As accelerate prepares a model: in 16 bits its outputs are copied to float32.
-    called = model if trainer.accelerator.mixed_precision == "no" else Float32Outputs(model)
-    # compute_loss may remove the labels from its inputs.
-    loss: Tensor = trainer.compute_loss(called, dict(inputs), num_items_in_batch=count)
+    is_mixed = trainer.accelerator.mixed_precision != "no"
+    with float32_outputs(model) if is_mixed else nullcontext():
+        # compute_loss may remove the labels from its inputs.
+        loss: Tensor = trainer.compute_loss(model, dict(inputs), num_items_in_batch=count)
     return loss
 
 
