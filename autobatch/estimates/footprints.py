@@ -12,17 +12,13 @@ custom CUDA extensions. The interval of a prediction allows for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.device.allocator.trace import Trace
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.recorder import CONVOLUTIONS
 from autobatch.estimates.traced_step import Recording, TracedStep, record
@@ -30,9 +26,9 @@ from autobatch.footprint.program import Program, Untraceable
 from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state
 
-SIZES = (2, 3, 5, 8)
-"""Micro-batches to trace. Many operators treat 1 as special. Two sizes give a line, the third checks it. If
-the line is wrong, three give a parabola and the fourth checks that."""
+SIZES = (2, 3, 5)
+"""Micro-batches to trace. Many operators treat 1 as special. Two sizes give a line, the third checks it."""
+T = TypeVar("T")
 MARGIN = 0.03
 """Share of a budget that the lower end of an interval leaves, as no trace shows what libraries hold."""
 CONVOLUTION_MARGIN = 0.1
@@ -63,15 +59,12 @@ def footprint(step: TracedStep) -> Footprint:
         InputError: the user's code is invalid.
         Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
     """
-    (found,) = footprints([step])
-    if isinstance(found, AutobatchError):
-        raise found
-    return found
+    return _checked(footprints([step]))[0]
 
 
 def footprints(steps: Sequence[TracedStep]) -> list[Footprint | AutobatchError]:
     """Do as `footprint` for several steps at the same time. One that fails gives its error."""
-    traced = _recorded_each([asked for step in steps for asked in _asked(step)[:3]])
+    traced = _recorded_each([asked for step in steps for asked in _asked(step)])
     found: list[Footprint | AutobatchError] = []
     for number, step in enumerate(steps):
         try:
@@ -84,49 +77,37 @@ def footprints(steps: Sequence[TracedStep]) -> list[Footprint | AutobatchError]:
 
 
 def _asked(step: TracedStep) -> list[tuple[TracedStep, int]]:
-    """Return what is traced: three sizes, of which the first step of the third will do, and two more."""
-    sizes, short = [step.multiple * size for size in SIZES], replace(step, steps=step.steps[:1])
-    return [(step, sizes[0]), (step, sizes[1]), (short, sizes[2]), (step, sizes[2]), (short, sizes[3])]
+    """Return what is traced: three sizes, of which the first step of the third will do."""
+    small, larger, largest = (step.multiple * size for size in SIZES)
+    return [(step, small), (step, larger), (replace(step, steps=step.steps[:1]), largest)]
 
 
-def _fitted(step: TracedStep, first: Sequence[Recording | AutobatchError]) -> Footprint:
-    """Fit a program to the first traces, or to one more.
+def _fitted(step: TracedStep, traced: Sequence[Recording | AutobatchError]) -> Footprint:
+    """Fit a program to two traces, and check it with the third.
 
     Raises:
         AutobatchError: a trace failed.
-        Untraceable: the traces differ in more than sizes, or these are no polynomial.
+        Untraceable: the traces differ in more than sizes, or these are no line.
     """
-    asked, (small, larger, check) = _asked(step), _checked(first)
-    points = [(asked[0][1], small.trace), (asked[1][1], larger.trace)]
-    program = None
-    with suppress(Untraceable):
-        program = Program.fit(points)
-    if program is None or not _begins_with(program, asked[2][1], check.trace):
-        third, check = _checked(_recorded_each(asked[3:]))
-        program = Program.fit([*points, (asked[3][1], third.trace)])
-        if not _begins_with(program, asked[4][1], check.trace):
-            raise Untraceable("the sizes of its allocations are no polynomial in the micro-batch")
-    notes, is_recurrent = (
-        sorted(small.notes),
-        any(isinstance(part, nn.RNNBase) for part in step.model.modules()),
-    )
+    small, larger, largest = _checked(traced)
+    sizes = [size for _, size in _asked(step)]
+    program = Program.fit([(sizes[0], small.trace), (sizes[1], larger.trace)])
+    if program.at(sizes[2]).events[: len(largest.trace.events)] != largest.trace.events:
+        raise Untraceable("the sizes of its allocations are no line in the micro-batch")
+    notes = sorted(small.notes)
+    is_recurrent = any(isinstance(part, nn.RNNBase) for part in step.model.modules())
     margin = CONVOLUTION_MARGIN if CONVOLUTIONS in notes else MARGIN
     return Footprint(program, margin, (*notes, *[RECURRENT] * is_recurrent), step.multiple)
 
 
-def _checked(traced: Sequence[Recording | AutobatchError]) -> list[Recording]:
-    """Return recordings, or raise the first error among them."""
-    recordings = []
-    for recording in traced:
-        if isinstance(recording, AutobatchError):
-            raise recording
-        recordings.append(recording)
-    return recordings
-
-
-def _begins_with(program: Program, m: int, trace: Trace) -> bool:
-    """Return whether the events of a program at a micro-batch begin with those of a trace."""
-    return program.at(m).events[: len(trace.events)] == trace.events
+def _checked(found: Sequence[T | AutobatchError]) -> list[T]:
+    """Return what was found, or raise the first error in it."""
+    values = []
+    for one in found:
+        if isinstance(one, AutobatchError):
+            raise one
+        values.append(one)
+    return values
 
 
 def _recorded_each(asked: Sequence[tuple[TracedStep, int]]) -> list[Recording | AutobatchError]:
@@ -138,15 +119,11 @@ def _read(step: TracedStep, size: int) -> Collated | AutobatchError:
     """Read a batch. Augmented data draw the same random numbers for each size."""
     try:
         with preserved_random_state():
-            batch = step.batch_of(size)
+            return step.batch_of(size)
     except AutobatchError as error:
         return error
     except Exception as error:
         return _unpredictable(error)
-    leaves = tree_leaves(batch, is_leaf=lambda value: isinstance(value, PackedSequence))
-    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
-        return Unpredictable("cannot predict: recurrent layers read the lengths of packed sequences")
-    return batch
 
 
 def _recorded(step: TracedStep, size: int, batch: Collated | AutobatchError) -> Recording | AutobatchError:

@@ -111,5 +111,5 @@ def test_a_part_in_eval_mode_is_predicted_so(is_still: bool) -> None:
 def test_a_step_that_follows_no_rule_is_left_to_a_simulated_gpu():
     made = make(lambda: nn.Linear(16, 4), train_data=Joined(), loss=lambda model, rows: model(rows).mean())
     options = as_options("estimate", profile=["t4"], memory_budget="4MiB")
-    with pytest.raises(Unpredictable, match=r"no rule.* autobatch probe --device sim:t4 runs the step"):
+    with pytest.raises(Unpredictable, match=r"no line.* autobatch probe --device sim:t4 runs the step"):
         estimate_limits(replace(made, collate=torch.cat, size_of=len), options)
