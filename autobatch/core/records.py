@@ -85,15 +85,6 @@ class Attempt(Record, frozen=True, kw_only=True):
     """True if something else than the budget refused memory: what was held and asked for are below it."""
 
 
-class RealBatches(Record, frozen=True, kw_only=True):
-    """Check of a limit against batches of the run, whose samples differ in size."""
-
-    batches: int
-    """Batches that ran one after the other in the micro-batches of the answer; 0 if they do not fit."""
-    micro_batch_alone: int
-    """Largest micro-batch of the longest samples alone."""
-
-
 class Probe(OfRanks, frozen=True, kw_only=True):
     """The largest micro-batch that fits, and how it was found."""
 
@@ -110,8 +101,8 @@ class Probe(OfRanks, frozen=True, kw_only=True):
     """Number whose multiples all micro-batches are."""
     precision: Precision | None = None
     """Precision of the attempts; None if unknown."""
-    real_batches: RealBatches | None = None
-    """Check against real batches; None if samples do not differ in size or the allocator caches nothing."""
+    micro_batch_alone: int | None = None
+    """Largest micro-batch of the longest samples alone, if batches of the run were tried too; else None."""
 
 
 LearningRateRule = Literal["none", "linear", "sqrt"]
@@ -238,8 +229,6 @@ class Tuning(Record, frozen=True, kw_only=True):
     """That times the median ratio of the choice to the default."""
     low: float | None = None
     """Lower bound of that ratio, with a confidence of 98 %; None if the default was kept."""
-    high: float | None = None
-    """Upper bound, with the same confidence."""
     study: str = ""
     history: list[Trial] = []
     """Every configuration that was measured, in order."""

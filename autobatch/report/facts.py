@@ -106,11 +106,6 @@ def _fits_facts(run: RunRecord) -> Iterator[Fact]:
         return
     errors = plural(probe.oom_count, "out-of-memory error") if probe.oom_count else "no out-of-memory error"
     yield Fact("fits", "runs", f"{plural(len(probe.attempts), 'size')} ran, with {errors}", "more")
-    if (real := probe.real_batches) is not None:
-        batches = plural(real.batches, "batch", "batches")
-        ran = f"{batches} of the run ran too" if real.batches else "batches of the run do not fit"
-        alone = f"of the longest samples alone, {count(real.micro_batch_alone)} fit"
-        yield Fact("fits", "real batches", f"{ran}, as samples differ in size; {alone}", "more")
 
 
 def is_probed_configuration(probe: Probe, plan: Plan) -> bool:
@@ -194,11 +189,9 @@ def _tuning_facts(tuning: Tuning, kind: Literal["main", "detail"]) -> Iterator[F
         choice = f"kept {best}" if rate.best == rate.default else f"{best} instead of {default}"
         tried = f"{plural(rate.trials, 'learning rate')} tried in runs of {plural(rate.steps, 'step')}"
         yield Fact("tuning", "rate", f"{choice}: {tried}")
-    if tuning.low is not None and tuning.high is not None:
+    if tuning.low is not None:
         best, default = decimal(tuning.best_samples_per_s, 3), decimal(tuning.baseline_samples_per_s, 3)
-        interval = f"{tuning.low:.2f} × to {tuning.high:.2f} ×"
-        speeds = f"{best} samples/s, the default {default}; 96 % interval {interval}"
-        yield Fact("tuning", "speeds", speeds, "more")
+        yield Fact("tuning", "speeds", f"{best} samples/s, the default {default}", "more")
 
 
 def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:

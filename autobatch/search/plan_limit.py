@@ -16,7 +16,7 @@ from itertools import islice
 import msgspec
 
 from autobatch.core.progress import Progress
-from autobatch.core.records import Attempt, RealBatches
+from autobatch.core.records import Attempt
 from autobatch.footprint.fitting import Fitting
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
@@ -81,9 +81,8 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
         probe, attempts=[*probe.attempts, *attempts], oom_count=probe.oom_count + errors
     )
     if is_ragged:
-        real = RealBatches(batches=0 if reason else len(batches), micro_batch_alone=largest)
         by = probe.upper_bound_by if size == largest else "run"
-        probe = msgspec.structs.replace(probe, micro_batch=size, upper_bound_by=by, real_batches=real)
+        probe = msgspec.structs.replace(probe, micro_batch=size, upper_bound_by=by, micro_batch_alone=largest)
     return limit._replace(probe=probe, planned=size)
 
 

@@ -67,7 +67,7 @@ def choose_split(
     cap = probe.micro_batch if probe.upper_bound_by == "error" else plan.target_batch
     is_probed = probe.precision in (None, plan.precision) and not plan.knobs
     # The split by size is checked against batches of the run on its own.
-    alone = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
+    alone = probe.micro_batch_alone or probe.micro_batch
     limits = alone if is_probed else plan.micro_batch, min(cap, options.max_micro_batch or cap)
     try:
         cut, reason = process.call("the choice of the split", _choose, plan, options, limits, check)

@@ -3,8 +3,8 @@
 A machine is faster one minute than the next, so a speed counts only as a ratio to another one in the same
 round. Of n independent ratios, at most one lies below the true median with a probability of (n + 1) ÷ 2ⁿ,
 whatever their distribution. So the second smallest of nine is a lower bound of the true ratio in 98.0 % of
-all comparisons, and from there to the second largest is an interval of 96.1 % (the interval of the sign test;
-Conover 1999, Practical Nonparametric Statistics, 3.2). One hiccup in nine rounds moves neither end.
+all comparisons (the sign test; Conover 1999, Practical Nonparametric Statistics, 3.2). One hiccup in nine
+rounds does not move it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autobatch.core.knobs import Configuration
 
 ROUNDS = 9
 SPARED = 1
-"""Ratios at each end that are no bound."""
+"""Ratios below the bound."""
 
 
 class Measurement(NamedTuple):
@@ -35,7 +35,6 @@ class Comparison(NamedTuple):
     """Median of the ratios of the rounds."""
     low: float | None
     """Lower bound of the true ratio; None if it was clear earlier that it is not above 1."""
-    high: float | None
     base: Measurement
     """The other configuration, at its median speed."""
     other: Measurement
@@ -63,10 +62,9 @@ def compare(
         for values, speeds in [(base, bases), (other, others)][:: -1 if len(ratios) % 2 else 1]:
             speeds.append(measure(values))
         ratios.append(others[-1].samples_per_s / bases[-1].samples_per_s)
-    ordered, is_whole = sorted(ratios), len(ratios) == ROUNDS
     medians = (
         run[-1]._replace(samples_per_s=statistics.median(measured.samples_per_s for measured in run))
         for run in (bases, others)
     )
-    low, high = (ordered[SPARED], ordered[-1 - SPARED]) if is_whole else (None, None)
-    return Comparison(statistics.median(ratios), low, high, *medians)
+    low = sorted(ratios)[SPARED] if len(ratios) == ROUNDS else None
+    return Comparison(statistics.median(ratios), low, *medians)

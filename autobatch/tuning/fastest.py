@@ -142,7 +142,6 @@ class Search:
             "baseline_samples_per_s": beside.base.samples_per_s,
             "best_samples_per_s": beside.base.samples_per_s * beside.ratio,
             "low": beside.low,
-            "high": beside.high,
         }
 
     def _offer(self, chosen: Configuration, knob: Knob) -> str | None:
@@ -203,7 +202,6 @@ class Tuner:
                 changes={},
                 best_samples_per_s=tuning.baseline_samples_per_s,
                 low=None,
-                high=None,
                 notes=[*tuning.notes, f"kept the plan: the fastest configuration fails: {failures[0]}"],
             )
         for line in tuning.notes:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch.core.records import RealBatches, RunRecord, SizeCut, Trial, Tuning
+from autobatch.core.records import RunRecord, SizeCut, Trial, Tuning
 from autobatch.planning import make_plan
 from autobatch.report import words
 from autobatch.report.facts import describe_trial, facts_of, final_facts
@@ -42,10 +42,6 @@ RUNS: dict[str, tuple[RunRecord, str]] = {
     ),
     "a cap": (probed(limited_by="dataset", upper_bound_by="cap"), "all samples of the data"),
     "ranks that share the model": (probed(world_size=2, parallel="shard"), "which share the model"),
-    "real batches": (
-        probed(real_batches=RealBatches(batches=6, micro_batch_alone=120)),
-        "6 batches",
-    ),
     "a split by size": (changed("plan", split="size", size_cut=CUT), "about 8.9 micro-batches, cut by size"),
     "no gain": (a_run(tuning=NO_GAIN), "kept the default, 1,000 samples/s"),
     "a training with incidents": (

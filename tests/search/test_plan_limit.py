@@ -45,8 +45,8 @@ def test_a_limit_is_lowered_to_one_at_which_training_does_not_run_out(tmp_path: 
     before = fingerprint(setup.model)
     limit, heard = found_in(setup, TARGET, tmp_path)
     assert fingerprint(setup.model) == before
-    found, alone = limit.probe, limit.probe.real_batches.micro_batch_alone
-    assert (found.upper_bound_by, found.real_batches.batches) == ("run", 6)
+    found, alone = limit.probe, limit.probe.micro_batch_alone
+    assert found.upper_bound_by == "run"
     assert heard.sizes[-1] == found.micro_batch == limit.planned < alone
     assert f"{alone} fits alone" in heard.notes[-1]
     assert count_ooms(WORKLOAD, setup, found.micro_batch, target=TARGET, steps=6) == 0
@@ -94,7 +94,7 @@ BATCH = 2048
 
 @pytest.fixture(scope="module", name="near")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Setup, Limit]:
-    options = Options().with_values(device="sim:t4", memory_budget="6MiB")
+    options = Options(device="sim:t4", memory_budget="6MiB")
     setup = open_setup(WORKLOADS["mlp-heavy"](), options)
     return setup, found_in(setup, None, tmp_path_factory.mktemp("home"))[0]
 

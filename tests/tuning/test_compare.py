@@ -32,13 +32,12 @@ def test_what_gains_nothing_is_hardly_ever_faster() -> None:
     assert sum(noisy(draw, 1.0, 0.2).is_faster for _ in range(1000)) <= 33
 
 
-def test_the_bounds_hold_the_true_ratio_as_often_as_they_say() -> None:
+def test_the_bound_holds_as_often_as_it_says() -> None:
     draw = random.Random(2)
     found = [noisy(draw, 1.5, 0.05) for _ in range(500)]
-    bounds = [(one.low, one.high) for one in found if one.low is not None and one.high is not None]
+    bounds = [one.low for one in found if one.low is not None]
     assert len(bounds) > 400
-    assert sum(low > 1.5 for low, _ in bounds) <= 0.04 * len(bounds)
-    assert sum(low <= 1.5 <= high for low, high in bounds) >= 0.93 * len(bounds)
+    assert sum(low > 1.5 for low in bounds) <= 0.04 * len(bounds)
 
 
 def test_what_cannot_become_faster_any_more_does_not_run_again() -> None:
@@ -53,5 +52,5 @@ def test_what_cannot_become_faster_any_more_does_not_run_again() -> None:
     assert ran == [0, 1, 1, 0], "each goes first in turn"
     ran.clear()
     found = compared(lambda values: ran.append(1) or 100.0 + 30 * values["i"])  # type: ignore[func-returns-value]
-    assert found == Comparison(1.3, 1.3, 1.3, Measurement(100.0, 4), Measurement(130.0, 4))
+    assert found == Comparison(1.3, 1.3, Measurement(100.0, 4), Measurement(130.0, 4))
     assert len(ran) == 2 * ROUNDS
