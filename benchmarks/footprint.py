@@ -34,7 +34,7 @@ def peaks(trace: Trace) -> Peaks:
 
 def measure(name: str, precision: str) -> list[tuple[Peaks, Peaks]]:
     """Return predicted and real peaks of a workload at every size."""
-    options = Options().with_values(device="cpu", memory_budget="8GiB", precision=precision)
+    options = Options(device="cpu", memory_budget="8GiB", precision=precision)
     setup = open_setup(WORKLOADS[name](), options)
     program = footprint(traced_step(setup, steps=ATTEMPT_STEPS)).program
     return [(peaks(program.at(size)), peaks(attempt(setup, size).trace)) for size in SIZES]

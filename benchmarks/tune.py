@@ -49,7 +49,7 @@ KNOBS = ("micro_batch_shift", "precision", "channels_last", "optimizer")
 
 def open_trials(workload: Workload, memory_budget: str) -> tuple[Trials, list[Knob]]:
     """Probe a workload, and return its trials and the choices of its knobs."""
-    options = Options().with_values(target_batch=TARGET, memory_budget=memory_budget, device="cpu")
+    options = Options(target_batch=TARGET, memory_budget=memory_budget, device="cpu")
     setup = dataclasses.replace(open_setup(workload, options), clock=time.process_time)
     process = ThisProcess(setup)
     with tempfile.TemporaryDirectory() as home:

@@ -91,9 +91,9 @@ def write_config(folder: Path, name: str) -> Path:
 
 def sizes(place: Path, way: Way) -> dict[str, int]:
     """Return the largest micro-batch of a rank, by GPU; 0 if not even one sample fits."""
-    options = as_options("estimate", profile=[*GPUS], precision="bf16", ranks=way.ranks)
-    if way.ranks > 1:
-        options = options.with_values(parallel="shard")
+    parallel = "shard" if way.ranks > 1 else "auto"
+    asked = {"profile": [*GPUS], "precision": "bf16", "ranks": way.ranks, "parallel": parallel}
+    options = as_options("estimate", **asked)
     workload = open_named(f"hf:{place}", way.model).workload
     gpus = Gpus(options)
     (found,) = run_in_copies([lambda: Estimator(workload, options, gpus).limits()])

@@ -25,13 +25,13 @@ from autobatch.api.run import Run, agree_on_options, check_data_of_ranks, claim
 from autobatch.api.stages import OPENING, examine_loss, limit, open_workload, plan, tune
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.options import Options
+from autobatch.core.options import Options, fields_of, refuse
 from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.shared_stream import open_sampler, split_note
 from autobatch.estimates.estimator import estimate_limits
-from autobatch.estimates.hugging_face import estimate_named, refuse_model_options
+from autobatch.estimates.hugging_face import estimate_named
 from autobatch.estimates.snapshots import estimate_snapshots
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Role, Setup, data_of_setup, open_setup
@@ -53,7 +53,7 @@ from autobatch.workload import demo
 from autobatch.workload.contract import Workload, schedule_arguments
 from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.reference import WorkloadSource, find_workload, is_named_model
+from autobatch.workload.reference import NAMED_MODEL, WorkloadSource, find_workload, is_named_model
 from autobatch.workload.rng import preserved_generators
 from autobatch.workload.streams import COUNTED, ENDLESS, count_samples
 
@@ -68,7 +68,8 @@ def run_estimate(workload: WorkloadSource, options: Options) -> Estimates:
         return estimate_snapshots(options)
     if is_named_model(workload):
         return estimate_named(workload, options)
-    refuse_model_options(workload, options)
+    own = [name for name, field in fields_of("estimate").items() if field.group == "model"]
+    refuse(options, own, f"only autobatch estimate {NAMED_MODEL}NAME takes that, and a workload is code")
     return estimate_limits(find_workload(workload, options.seed), options)
 
 

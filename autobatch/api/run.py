@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ class Run:
 
     def settle(self, **values: Any) -> None:
         """Give some options other values, by their names."""
-        self.options = self.options.with_values(**values)
+        self.options = replace(self.options, **values)
 
 
 @contextmanager

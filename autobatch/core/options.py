@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from types import NoneType, UnionType
 from typing import (
@@ -20,7 +20,6 @@ from typing import (
     Any,
     Literal,
     NamedTuple,
-    Self,
     TypedDict,
     TypeVar,
     Union,
@@ -332,10 +331,6 @@ class Options:
             return None
         return float(asked.rstrip("minh")) * (3600 if asked.endswith("h") else 60)
 
-    def with_values(self, **values: Any) -> Self:
-        """Return these options with other values, by the names of the options."""
-        return replace(self, **values)
-
     def by_name(self) -> dict[str, Any]:
         """Return the value of each option that the command takes."""
         return {name: getattr(self, name) for name in fields_of(self.command)}
@@ -390,6 +385,17 @@ def options_from(command: str, values: Mapping[str, Any], names: Mapping[str, st
         steps, epochs = (f"{labels[name]} {given[name]}" for name in ("steps", "epochs"))
         raise InputError(f"{steps} and {epochs} exclude each other: give one")
     return options
+
+
+def refuse(options: Options, names: Iterable[str], why: str) -> None:
+    """Refuse options that have no effect.
+
+    Raises:
+        InputError: one of them was given; says why it is refused.
+    """
+    given = [name for name in names if getattr(options, name) != all_fields()[name].default]
+    if given:
+        raise InputError(f"{', '.join(f'--{name} {getattr(options, name)}' for name in given)}: {why}")
 
 
 def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> str:

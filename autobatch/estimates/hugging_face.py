@@ -6,7 +6,6 @@ one length. Weights have the type that the config states, as ``from_pretrained``
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import Options, fields_of
+from autobatch.core.options import Options
 from autobatch.core.text import LONGEST_VALUE, cut, error_text, one_line, printable, quoted
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates
@@ -32,7 +31,8 @@ USUAL_IMAGE = 224
 """Height and width of an image if the config states none, as for ResNet."""
 LEARNING_RATE = 1e-4
 """Any rate: no memory depends on it."""
-HUB_TIMEOUT_S = 5.0
+PAST_PADDING = ("roberta", "camembert", "longformer")
+"""Parts of the model types that count positions from past that of the padding, which is the second one."""
 TEXT, CLASSES, IMAGES, SPEECH = "text", "classes of text", "images", "speech"
 HEADS = {
     "ForCausalLM": ("AutoModelForCausalLM", TEXT),
@@ -50,25 +50,6 @@ INPUTS = {TEXT: "input_ids", CLASSES: "input_ids", IMAGES: "pixel_values", SPEEC
 """First input of a model, by the kind of its samples."""
 OWN_HEADS = ("ForMaskedLM", "ForCausalLM", "ForImageClassification")
 """Heads to train a model with whose config names none, the first that transformers has for it."""
-
-
-def refuse_model_options(workload: object, options: Options) -> None:
-    """Refuse the options of a named model for a workload whose code says all that itself.
-
-    Raises:
-        InputError: one is given.
-    """
-    own = {
-        name: field.default for name, field in fields_of(options.command).items() if field.group == "model"
-    }
-    given = {name: getattr(options, name) for name in own if getattr(options, name) != own[name]}
-    if given:
-        words = ", ".join(f"--{name} {value}" for name, value in given.items())
-        found = "the demo" if workload is None else workload if isinstance(workload, str) else "a Workload"
-        raise InputError(
-            f"{words}: only autobatch estimate {NAMED_MODEL}NAME takes that, found {found}: change its "
-            "model, data or optimizer in its code"
-        )
 
 
 def estimate_named(reference: str, options: Options) -> Estimates:
@@ -89,8 +70,6 @@ class Named(NamedTuple):
     workload: Workload
     about: str
     """What is trained, and how, in one line."""
-    parameters: int
-    """Of the model without adapters."""
 
 
 def open_named(reference: str, asked: Options) -> Named:
@@ -100,15 +79,7 @@ def open_named(reference: str, asked: Options) -> Named:
         InputError: there is no such model, its kind is unknown, or it takes no sequence like that.
     """
     task = Task.of(load_config(reference.removeprefix(NAMED_MODEL)), reference)
-    try:
-        with torch.device("meta"):
-            model = task.build(Options())
-    except Exception as error:
-        reason = one_line(error_text(error))
-        raise InputError(
-            f"{reference}: transformers cannot build {task.architecture} from this config ({reason})"
-        ) from None
-    sample, size = task.sample(asked.sequence, model)
+    sample, size = task.sample(asked.sequence)
     workload = Workload(
         model=partial(task.build, asked),
         train_data=[sample, sample],
@@ -121,7 +92,7 @@ def open_named(reference: str, asked: Options) -> Named:
     blocks = ", each block recomputed" if asked.checkpointing else ""
     dtype = str(task.dtype).removeprefix("torch.")
     about = f"{task.architecture}: {trained} in {dtype}, {size}, fused AdamW{blocks}"
-    return Named(workload, about, sum(one.numel() for one in model.parameters()))
+    return Named(workload, about)
 
 
 def load_config(name: str) -> Any:
@@ -132,44 +103,19 @@ def load_config(name: str) -> Any:
     """
     try:
         import transformers
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-        from huggingface_hub.utils import logging as hub_logging
     except ImportError as error:
         raise InputError(
             f"{NAMED_MODEL}{name} needs transformers ({error}): pip install transformers"
         ) from None
-    shown = printable(name, limit=LONGEST_VALUE) or "."
-    is_folder = Path(name).is_dir()
-    if is_folder and not (Path(name) / "config.json").is_file():
-        raise InputError(f"the folder {shown} has no config.json: give one that has, or a name on the hub")
-    if not is_folder and name.startswith((".", "/", "~")):
-        raise InputError(f"there is no folder {shown}: give one with a config.json, or a name on the hub")
-    verbosity = hub_logging.get_verbosity()
-    hub_logging.set_verbosity(logging.ERROR)  # without a network it tells of every attempt
     try:
-        # Asked once: without an answer, the client behind from_pretrained tries for 24 seconds.
-        if not is_folder and not try_to_load_from_cache(name, "config.json"):
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
-        values, _ = transformers.PretrainedConfig.get_config_dict(name)
-        kind = values.get("model_type")
-        if kind is None or kind in transformers.CONFIG_MAPPING:
-            return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
-        where = "check its config.json and your packages"
-        if not is_folder:
-            where = "check the name, the network and hf auth login, or give a folder with its config.json"
-        # transformers raises its own error from that of a package which fails to import.
-        reason = one_line(error_text((isinstance(error, ImportError) and error.__cause__) or error))
+        shown = printable(name, limit=LONGEST_VALUE)
+        reason = one_line(error_text(error, first_line=True), limit=250)
         raise InputError(
-            f"{NAMED_MODEL}{shown} has no config that transformers can read ({reason}): {where}"
+            f"{NAMED_MODEL}{shown} has no config that transformers can read ({reason}): give a "
+            "folder with its config.json, or check the name, the network and hf auth login"
         ) from None
-    finally:
-        hub_logging.set_verbosity(verbosity)
-    first = (values.get("architectures") or ["a model"])[0]
-    raise InputError(
-        f"{NAMED_MODEL}{shown} is {quoted(first)} of model type {quoted(kind)}, which transformers "
-        f"{transformers.__version__} does not know: update transformers, or write a workload for the model"
-    )
 
 
 class Task(NamedTuple):
@@ -211,8 +157,8 @@ class Task(NamedTuple):
         found = getattr(self.config, "dtype", None)
         return found if isinstance(found, torch.dtype) else torch.float32
 
-    def sample(self, sequence: int | None, model: nn.Module) -> tuple[dict[str, Tensor], str]:
-        """Return a sample with its labels for a model, and its size in words.
+    def sample(self, sequence: int | None) -> tuple[dict[str, Tensor], str]:
+        """Return a sample with its labels, and its size in words.
 
         Raises:
             InputError: the model takes no such sequence.
@@ -226,7 +172,9 @@ class Task(NamedTuple):
             image = torch.zeros(getattr(config, "num_channels", 3), height, width, device="cpu")
             return {"pixel_values": image, "labels": label}, f"images of {height} × {width}"
         name = "max_target_positions" if self.kind == SPEECH else "max_position_embeddings"
-        longest = _positions_past_padding(model) or getattr(config, name, None)
+        longest = getattr(config, name, None)
+        if longest and any(part in config.model_type for part in PAST_PADDING):
+            longest -= 2
         if sequence is not None and sequence > (longest or math.inf):
             raise InputError(f"{self.architecture} takes {longest:,} tokens at most, found {sequence:,}")
         count = sequence or min(longest or USUAL_SEQUENCE, USUAL_SEQUENCE)
@@ -272,14 +220,6 @@ class Task(NamedTuple):
                     raise InputError(f"--checkpointing: {one_line(str(error))}") from None
         made: nn.Module = model.train()
         return made
-
-
-def _positions_past_padding(model: nn.Module) -> int | None:
-    """Return the tokens that have positions, where they count from past the padding (RoBERTa)."""
-    for name, one in model.named_modules():
-        if isinstance(one, nn.Embedding) and name.endswith("position_embeddings"):
-            return None if one.padding_idx is None else one.num_embeddings - one.padding_idx - 1
-    return None
 
 
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import Options
+from autobatch.core.options import Options, refuse
 from autobatch.core.records import Estimate, Recorded, Refusal
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
@@ -64,12 +64,7 @@ def estimate_snapshots(options: Options) -> Estimates:
         InputError: a file or an option is invalid, or the recordings part too far.
         DoesNotFitError: not even a size of 1 fits on any of the GPUs.
     """
-    for name in CHANGES:
-        if (given := getattr(options, name)) != getattr(Options(), name):
-            raise InputError(
-                f"--{name} {given} changes what runs, and --snapshot says what ran: record the program with "
-                "that change"
-            )
+    refuse(options, CHANGES, "--snapshot says what ran: record the program with that change")
     start, gpus = time.perf_counter(), Gpus(options)
     if len(options.snapshot) == 1:
         named = _SIZED.fullmatch(options.snapshot[0])

@@ -69,7 +69,7 @@ class Limit:
         return len(self.workload.train_data)  # type: ignore[arg-type]
 
     def setup(self) -> Setup:
-        options = Options().with_values(device=self.device, memory_budget=self.budget)
+        options = Options(device=self.device, memory_budget=self.budget)
         return open_setup(self.workload, options)
 
     def fits(self, setup: Setup, size: int) -> bool:

@@ -216,7 +216,7 @@ STEPS = {"litgpt": litgpt_step, "torchtitan": torchtitan_step, "bert-large-v100"
 
 def published(workload: Workload, profile: str, **values: Any) -> Published:
     """Return a step as it is predicted on a GPU."""
-    options = Options().with_values(profile=[profile], max_micro_batch=NEAR, **values)
+    options = Options(profile=[profile], max_micro_batch=NEAR, **values)
     gpus = Gpus(options)
     (gpu,) = gpus.asked
     return Estimator(workload, options, gpus).step(gpu, Layout()), gpus, gpu

@@ -28,7 +28,7 @@ def work(model: nn.Module, **fields) -> Workload:
 
 
 def setup_of(workload: Workload, budget: str = "1GiB", **options) -> Setup:
-    return open_setup(workload, Options().with_values(device="cpu", memory_budget=budget, **options))
+    return open_setup(workload, Options(device="cpu", memory_budget=budget, **options))
 
 
 def with_batch_norm() -> nn.Module:

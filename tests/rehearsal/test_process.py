@@ -26,7 +26,7 @@ from autobatch.search.attempts import run_attempt
 from autobatch.step.optimizers import import_for_optimizers
 from tests.support.commandline import SMALL
 
-SETTINGS = Options().with_values(device="cpu", memory_budget="64MiB")
+SETTINGS = Options(device="cpu", memory_budget="64MiB")
 warm = pytest.mark.usefixtures("warm_children")
 FAILS_AT_3 = """
 import os, signal, ctypes, sys

@@ -21,9 +21,7 @@ from tests.support.training import INFO_NCE, amsgrad, make_workload, mean_loss
 
 
 def opened(workload: Workload | None = None, role: Role | None = None, **options: Any) -> Setup:
-    asked = Options(command=options.pop("command", "fit")).with_values(
-        **{"device": "cpu", "memory_budget": "1MiB", **options}
-    )
+    asked = Options(**{"device": "cpu", "memory_budget": "1MiB", **options})
     return open_setup(workload or work(), asked, role or Role())
 
 

@@ -67,7 +67,7 @@ CASES = {
 def test_attempts_at_other_sizes_agree_with_a_probe(case: str) -> None:
     """The answer fits, and none of the next sizes does."""
     workload, device, budget = CASES[case]
-    setup = open_setup(workload, Options().with_values(device=device, memory_budget=budget))
+    setup = open_setup(workload, Options(device=device, memory_budget=budget))
     found = autobatch.probe(workload, device=device, memory_budget=budget)
     answer = found.micro_batch
     sizes = [*range(1, answer, max(1, answer // 6)), *range(answer, answer + 6)]
@@ -129,7 +129,7 @@ def test_a_limit_leaves_room_for_state_that_the_first_step_makes(
 ) -> None:
     """Activations are tiny and AdamW has three states, so that a single step fits where training does not."""
     workload = work(model, optimizer=amsgrad, train_data=vectors(3000))
-    setup = open_setup(workload, Options().with_values(device=device, memory_budget=budget))
+    setup = open_setup(workload, Options(device=device, memory_budget=budget))
     found = autobatch.probe(workload, device=device, memory_budget=budget).micro_batch
     assert survives(setup, found, steps)
     # The mutant: the activations are gone when the first step makes the state.
@@ -155,6 +155,6 @@ def test_random_samples_of_different_lengths_train_at_the_limit(size_of) -> None
         train_data=sequences(LENGTHS), collate=pad, loss=over_time, size_of=size_of,
     )  # fmt: skip
     found = autobatch.probe(workload, device="cpu", memory_budget="150KiB")
-    setup = open_setup(workload, Options().with_values(device="cpu", memory_budget="150KiB"))
+    setup = open_setup(workload, Options(device="cpu", memory_budget="150KiB"))
     assert 2 <= found.micro_batch < 60
     assert survives(setup, found.micro_batch, steps=40)

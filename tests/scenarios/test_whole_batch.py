@@ -52,7 +52,7 @@ def test_a_plan_is_for_the_whole_batch_and_by_brute_force_the_largest() -> None:
     assert sum(found.micro_batches) == target
     assert found.probe.limited_by == "memory"
     asked = {"target_batch": target, "device": "cpu", "memory_budget": budget}
-    made = open_setup(contrastive(), Options().with_values(**asked))
+    made = open_setup(contrastive(), Options(**asked))
     assert made.whole_batch == target
     assert attempt(made, size).attempt.fits
     assert not any(attempt(made, size + more).attempt.fits for more in (1, 2, 10))

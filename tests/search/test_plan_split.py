@@ -43,7 +43,7 @@ PLAN = make_plan(target_batch=24, micro_batch_limit=6, learning_rate=0.01)
 
 def chosen(setup: Setup, plan: Plan = PLAN, split: str = "auto", limit: int = 6) -> tuple[Plan, list[str]]:
     """Choose the split of a plan, and return the plan with the notes."""
-    process, options = ThisProcess(setup), Options().with_values(split=split)
+    process, options = ThisProcess(setup), Options(split=split)
     found, note = choose_split(process, plan, probe_of(limit), options, check=examine, ranks=Ranks())
     return found, [note] * bool(note)
 

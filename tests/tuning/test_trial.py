@@ -76,7 +76,7 @@ def workload():
 def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasible(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")
-    settings = Options().with_values(device="cpu", memory_budget="64MiB")
+    settings = Options(device="cpu", memory_budget="64MiB")
     with open_process(f"{path}:workload", settings, Role(), ChildProcess()) as child:
         fields = {"limit": 8, "samples": 32, "seconds": 0.0}
         trials = Trials(process=child, **fields)  # type: ignore[arg-type]
