@@ -112,7 +112,7 @@ def run_script(name: str, words: list[str]) -> int:
             "the command runs a few times, up to its third optimizer step. What it writes (checkpoints, "
             f"logs, trackers), it writes in these runs, too. Its output is in {log}"
         )
-        runner = Runner(command, device, seconds, log, _echo if options.verbose else None, progress)
+        runner = Runner(command, device, seconds, log, progress)
         result = find_limit(runner, options, home=data_home(os.environ))
         progress.note("this holds for the first steps: longer samples, evaluation and saving come later")
         if name != "probe":
@@ -128,12 +128,6 @@ def run_script(name: str, words: list[str]) -> int:
         become(filled, os.environ)
     content = result.to_json(*PARTS[name]) | ({"command": filled} if filled else {})
     return deliver(stream, content if options.json else None)
-
-
-def _echo(text: bytes) -> None:
-    """Show what the command prints."""
-    sys.stderr.write(text.decode(errors="replace"))
-    sys.stderr.flush()
 
 
 def record(words: list[str]) -> int:

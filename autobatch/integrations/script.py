@@ -16,14 +16,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
@@ -73,8 +71,6 @@ class Runner:
     """Time for the steps of a run."""
     log: Path
     """Receives what the program prints."""
-    echo: Callable[[bytes], object] | None
-    """Receives it after each run."""
     progress: Progress
     """Receives each run."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
@@ -162,10 +158,8 @@ class Runner:
                     with suppress(OSError):
                         if folder.encode() in environment.read_bytes():
                             os.kill(int(environment.parent.name), signal.SIGKILL)
-        printed = self.log.read_bytes()[begin:]
-        if self.echo is not None:
-            self.echo(printed)
-        lines = [line.strip() for line in printed.decode(errors="replace").splitlines() if line.strip()]
+        printed = self.log.read_bytes()[begin:].decode(errors="replace")
+        lines = [line.strip() for line in printed.splitlines() if line.strip()]
         raised = [line for line in lines if EXCEPTION.match(line)]
         return code, " | ".join(raised[-1:] or lines[-3:]) or "nothing"
 
@@ -183,16 +177,8 @@ def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
     Raises:
         InputError: there is no GPU, or the budget exceeds its memory.
     """
-
-    def describe() -> DeviceRecord:
-        if not torch.cuda.is_available():
-            raise InputError(
-                f"a command as it is runs on a GPU, and torch {torch.__version__} finds none: run `autobatch "
-                "doctor` to see why, or write a Workload, which also runs on the CPU"
-            )
-        return open_device("cuda", memory_budget=memory_budget, environ=os.environ).describe()
-
-    return run_in_copies([describe])[0]
+    budget = {"memory_budget": memory_budget}
+    return run_in_copies([lambda: open_device("cuda", **budget, environ=os.environ).describe()])[0]
 
 
 def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:

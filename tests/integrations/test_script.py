@@ -76,7 +76,7 @@ def largest(budget: int) -> int:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_a_command_is_refused_by_its_need(capfd):
     assert cli.run(["probe", "--", sys.executable, "{}"]) == 2
-    assert "a command as it is runs on a GPU, and torch" in capfd.readouterr().err
+    assert "GPU" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("budget", [400, 3001])
@@ -198,14 +198,13 @@ def test_nothing_fits_in_the_budget_or_below_the_cap(run):
     assert "no multiple of 8" in ran.err
 
 
-def test_its_output_is_in_the_log_and_with_verbose_on_the_screen(run, own_home):
+def test_its_output_is_in_the_log(run, own_home):
     prints = "print('hello there', flush=True)\n" + PROGRAM
     quiet = run("probe", program=prints)
     assert "hello there" not in quiet.out + quiet.err
     (log,) = own_home.rglob("*-command.log")
     assert log.read_text().count("hello there") == quiet.out.count("\nprobe ")
     assert str(log) in quiet.out
-    assert "hello there" in run("probe", "--verbose", program=prints).err
 
 
 @pytest.mark.parametrize(
