@@ -50,15 +50,3 @@ def test_any_guess_finds_an_edge_of_what_fits_within_the_bound(interval, seed, s
 def test_what_is_monotone_gives_the_largest_of_all(interval, limit) -> None:
     low, high = interval
     assert largest(lambda size: size <= limit, low, high) == min(max(limit, low), high - 1)
-
-
-def test_a_right_guess_is_asked_with_its_neighbour_only() -> None:
-    for limit in (1, 17, 999):
-        asked: list[int] = []
-
-        def fits(size: int, limit: int = limit, asked: list[int] = asked) -> bool:
-            asked.append(size)
-            return size <= limit
-
-        assert search(fits, 0, 2 * limit + 1, lambda low, _, limit=limit: max(limit, low + 1)) == limit
-        assert asked == [limit, limit + 1]

@@ -10,22 +10,11 @@ from torch import nn
 
 import autobatch
 from autobatch import DoesNotFitError
-from autobatch.core.units import MiB
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.estimates.footprints import Unpredictable
 from tests.support.options import as_options
 from tests.support.probes import WIDTH, mlp, work
-from tests.support.step_workloads import WORKLOADS, make
-
-
-def test_an_estimate_plans_the_batch_within_its_micro_batch():
-    options = as_options("estimate", profile=["t4"], memory_budget=f"{26 * MiB}", target_batch=500)
-    (one,) = estimate_limits(work(lambda: mlp(2048)), options).estimates
-    assert 1 <= one.micro_batch_low <= one.micro_batch <= one.micro_batch_high <= 500
-    assert one.micro_batch < 500
-    assert one.plan is not None
-    assert (sum(one.plan.micro_batches), one.plan.precision) == (500, "fp32")
-    assert max(one.plan.micro_batches) <= one.micro_batch
+from tests.support.step_workloads import WORKLOADS
 
 
 @pytest.mark.program
@@ -45,7 +34,6 @@ def test_an_estimate_is_not_capped_by_the_data_and_says_which_option_caps_it():
     assert any("--target-batch" in note and "on a100-80gb:" in note for note in capped.notes)
 
 
-@pytest.mark.program
 def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
     workload = work(lambda: mlp(2048))
     loss = workload.loss
@@ -59,10 +47,13 @@ def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
         return estimate_limits(workload, options).estimates[0]
 
     even = replace(workload, loss=even_loss)
-    with pytest.raises(Unpredictable, match="give --micro-batch-multiple"):
+    with pytest.raises(Unpredictable, match=r"give --micro-batch-multiple.* probe --device sim:t4 runs"):
         estimated(even)
     one, free = estimated(even, target_batch=500, micro_batch_multiple=2), estimated(workload)
     assert one.micro_batch == free.micro_batch // 2 * 2 > 0
+    assert one.micro_batch_low <= one.micro_batch <= one.micro_batch_high < 500
+    assert (sum(one.plan.micro_batches), one.plan.precision) == (500, "fp32")
+    assert max(one.plan.micro_batches) <= one.micro_batch
     assert all(size % 2 == 0 for size in one.plan.micro_batches)
 
 
@@ -83,16 +74,6 @@ def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused_in_o
     assert "\n" not in str(caught.value)
 
 
-class Joined(torch.utils.data.Dataset):
-    """Samples of many lengths that are joined end to end, as graphs are."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(300 + index * index % 97, 16)
-
-
 @pytest.mark.parametrize("is_still", [False, True])
 def test_a_part_in_eval_mode_is_predicted_so(is_still: bool) -> None:
     """Dropout keeps a mask of a byte per number only where it draws one."""
@@ -106,10 +87,3 @@ def test_a_part_in_eval_mode_is_predicted_so(is_still: bool) -> None:
     (found,) = estimate_limits(work(build), options).estimates
     bytes_each = 4 if is_still else 5
     assert found.memory["activations"] == pytest.approx(64 * (1 << 16) * bytes_each, rel=0.02)
-
-
-def test_a_step_that_follows_no_rule_is_left_to_a_simulated_gpu():
-    made = make(lambda: nn.Linear(16, 4), train_data=Joined(), loss=lambda model, rows: model(rows).mean())
-    options = as_options("estimate", profile=["t4"], memory_budget="4MiB")
-    with pytest.raises(Unpredictable, match=r"no line.* autobatch probe --device sim:t4 runs the step"):
-        estimate_limits(replace(made, collate=torch.cat, size_of=len), options)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ import pytest
 import autobatch
 from autobatch import InputError
 from autobatch.workload.reference import check_reference
-from tests.support.commandline import autobatch as command
 from tests.support.configs import CONFIGS, config_folder
 
 pytest.importorskip("transformers")
@@ -100,46 +96,6 @@ def test_missing_configs_and_names_are_one_line(tmp_path: Path, monkeypatch: pyt
         assert str(raised.value).isprintable()
     with pytest.raises(InputError, match="no profile 'h1000': did you mean 'h100-80gb'"):
         autobatch.estimate(f"hf:{config_folder(tmp_path, 'bert')}", profile=["h1000"])
-
-
-class Hub(BaseHTTPRequestHandler):
-    """A hub that has one model."""
-
-    def do_GET(self) -> None:
-        """Answer as the hub does, with its codes for errors."""
-        is_known = self.path.startswith("/known/") and self.path.endswith("/config.json")
-        status, code = (200, "") if is_known else (401, "RepoNotFound")
-        body = json.dumps(CONFIGS["bert"]).encode() if is_known else b""
-        self.send_response(status)
-        for key, value in {"X-Error-Code": code, "ETag": '"1"', "X-Repo-Commit": "a" * 40}.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body if self.command == "GET" else b"")
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
-@pytest.mark.program
-def test_a_hub_gives_the_config_or_the_reason(tmp_path: Path) -> None:
-    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=hub.serve_forever, daemon=True).start()
-    home = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
-    words = ["--profile", "t4", "v100-16gb", "--micro-batch", "2"]
-    online = {**home, "HF_HUB_OFFLINE": "", "HF_TOKEN": ""}
-    try:
-        known = command(tmp_path, "estimate", "hf:known/bert", *words, **online)
-        gone = command(tmp_path, "estimate", "hf:gone/away", *words, **online)
-    finally:
-        hub.shutdown()
-        hub.server_close()
-    assert "BertForMaskedLM: all weights in float32" in known.out + known.err
-    assert (gone.code, "valid model identifier" in gone.err) == (2, True)
-    # What was fetched before needs no network.
-    assert command(tmp_path, "estimate", "hf:known/bert", *words, **online).code == 0
 
 
 def test_only_an_estimate_takes_a_name_and_only_a_name_takes_its_options(tmp_path: Path) -> None:

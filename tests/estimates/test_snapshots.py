@@ -172,21 +172,9 @@ def ran(step: Sizes, m: int, *, scratch_from: int = 10**9) -> Gpu:
 def test_the_largest_size_is_that_of_brute_force(run, seed, sizes):
     """Of which no other fits: all larger sizes run out of the budget, too."""
     step, budget = a_step(seed), 600 * MiB
-    found = run(
-        {m: ran(step, m, scratch_from=10).snapshot() for m in sizes},
-        *(
-            "--profile",
-            "t4",
-            "--profile",
-            "a10",
-            "--memory-budget",
-            budget,
-            "--target-batch",
-            480,
-            "--ranks",
-            2,
-        ),
-    )
+    words = f"--profile t4 --profile a10 --memory-budget {budget} --target-batch 480 --ranks 2"
+    snapshots = {m: ran(step, m, scratch_from=10).snapshot() for m in sizes}
+    found = run(snapshots, *words.split())
     peaks = {m: ran(step, m, scratch_from=10).model.peak_reserved_bytes for m in range(10, 120)}
     first, second = found["estimates"]
     most = max(m for m, peak in peaks.items() if peak <= budget)

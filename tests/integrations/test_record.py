@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -100,16 +99,6 @@ def test_it_is_written_after_some_steps_or_seconds_and_the_program_goes_on(folde
     process.communicate(timeout=60)
     assert process.returncode == 5
     assert written(folder / "out.pickle")["done"] == ["step"] * steps
-
-
-def test_ctrl_c_ends_the_program_and_writes(folder):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
-    process = started(folder, program=PROGRAM + "\nopen('ready', 'w').close()\ntime.sleep(60)\n")
-    wait_for(folder / "ready")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT
-    assert (folder / "out.pickle").exists()
 
 
 def test_each_process_has_a_file(folder):

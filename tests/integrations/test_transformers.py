@@ -53,10 +53,6 @@ def of_text() -> nn.Module:
     return library.BertForSequenceClassification(config)  # type: ignore[no-any-return]
 
 
-def own_mean(trainer: Any, model: Any, inputs: Any, **_: Any) -> Any:
-    return cross_entropy(model(input_ids=inputs["input_ids"]).logits, inputs["labels"])
-
-
 def mean_of_outputs(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return cross_entropy(outputs.logits, labels)
 
@@ -65,7 +61,6 @@ IGNORES, USES = "ignores num_items_in_batch", "divides by num_items_in_batch"
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "texts of many lengths": (gpt2, {}, ""),
     "classes of texts": (of_text, {}, IGNORES),
-    "own mean": (of_text, {"own": own_mean}, IGNORES),
     "function": (of_text, {"compute_loss_func": mean_of_outputs}, IGNORES),
     "said to be a mean": (gpt2, {"said": False}, USES),
     "said to be scaled": (of_text, {"said": True}, IGNORES),
@@ -80,8 +75,7 @@ def test_a_planned_step_is_that_of_the_whole_batch(tmp_path: Path, case: str) ->
     """Losses that ignore ``num_items_in_batch``, and those that use it."""
     model, special, line = CASES[case]
     options = {**special}
-    own, said = options.pop("own", None), options.pop("said", None)
-    kind = type("Own", (installed("transformers").Trainer,), {"compute_loss": own} if own else {})
+    said = options.pop("said", None)
     data, collate, limit = (
         (texts(BATCH), pad, {"memory_budget": BUDGET})
         if model is gpt2
@@ -89,7 +83,7 @@ def test_a_planned_step_is_that_of_the_whole_batch(tmp_path: Path, case: str) ->
     )
     trained = model()
     before = weights_of(trained)
-    trainer = a_trainer(tmp_path, trained, kind=kind, train_dataset=data, data_collator=collate, **options)
+    trainer = a_trainer(tmp_path, trained, train_dataset=data, data_collator=collate, **options)
     if said is not None:
         trainer.loss_is_scaled_for_ga = said
     plan = transformers.plan(trainer, target_batch=BATCH, **limit)
