@@ -31,7 +31,7 @@ USUAL_IMAGE = 224
 """Height and width of an image if the config states none, as for ResNet."""
 LEARNING_RATE = 1e-4
 """Any rate: no memory depends on it."""
-PAST_PADDING = ("roberta", "camembert", "longformer")
+PAST_PADDING = ("roberta", "camembert", "longformer", "mpnet")
 """Parts of the model types that count positions from past that of the padding, which is the second one."""
 TEXT, CLASSES, IMAGES, SPEECH = "text", "classes of text", "images", "speech"
 HEADS = {

@@ -177,8 +177,11 @@ def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
     Raises:
         InputError: there is no GPU, or the budget exceeds its memory.
     """
-    budget = {"memory_budget": memory_budget}
-    return run_in_copies([lambda: open_device("cuda", **budget, environ=os.environ).describe()])[0]
+
+    def describe() -> DeviceRecord:
+        return open_device("cuda", memory_budget=memory_budget, environ=os.environ).describe()
+
+    return run_in_copies([describe])[0]
 
 
 def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
