@@ -112,7 +112,7 @@ def run_script(name: str, words: list[str]) -> int:
             "the command runs a few times, up to its third optimizer step. What it writes (checkpoints, "
             f"logs, trackers), it writes in these runs, too. Its output is in {log}"
         )
-        runner = Runner(command, device, seconds, log, progress)
+        runner = Runner(command, device, seconds, log, options.verbose, progress)
         result = find_limit(runner, options, home=data_home(os.environ))
         progress.note("this holds for the first steps: longer samples, evaluation and saving come later")
         if name != "probe":

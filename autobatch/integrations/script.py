@@ -14,6 +14,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -71,6 +72,8 @@ class Runner:
     """Time for the steps of a run."""
     log: Path
     """Receives what the program prints."""
+    is_shown: bool
+    """True to print that on standard error after each run."""
     progress: Progress
     """Receives each run."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class Runner:
     world: int = 8
     """Ranks of the program; until one has run, the number for which all have micro-batches."""
     recording: Recording | None = None
-    """That of the largest run that fits."""
+    """That of the latest run that fits."""
 
     def run(self, size: int) -> Outcome:
         """Run the command at a size, again if something else than the budget refused memory.
@@ -101,8 +104,8 @@ class Runner:
             ranks = [process for process in processes if process["steps"]]
             budget = self.device.budget_bytes
             refused = [each for each in processes if each["retries"] or each["peak_reserved_bytes"] > budget]
-            by_size = sorted(refused or ranks, key=lambda process: process["peak_reserved_bytes"])
-            most: dict[str, Any] = by_size[-1] if by_size else {}
+            by_need = sorted(refused or ranks, key=lambda of: of["peak_reserved_bytes"] + of["refused_bytes"])
+            most: dict[str, Any] = by_need[-1] if by_need else {}
             if refused:
                 reason = f"out of memory, after holding {format_bytes(most['peak_reserved_bytes'])}"
             elif ranks and code == 0 and all(rank["steps"] >= STEPS for rank in ranks):
@@ -121,11 +124,7 @@ class Runner:
                     "the command allocates the same memory at several sizes, so {} is not the size of its "
                     f"micro-batch: {shlex.join(self.command)}"
                 )
-            if all(size > other for other, outcome in self.outcomes.items() if outcome.trace):
-                self.recording, self.world = recording, len(ranks)
-        below = [
-            is_below_budget(each["peak_reserved_bytes"], each["refused_bytes"], budget) for each in refused
-        ]
+            self.recording, self.world = recording, len(ranks)
         attempt = Attempt(
             micro_batch=size,
             seconds=time.monotonic() - start,
@@ -134,7 +133,9 @@ class Runner:
             peak_reserved_bytes=most.get("peak_reserved_bytes"),
             reason=str(error) if error else reason,
             is_error=error is not None,
-            is_below_budget=bool(below) and all(below),
+            is_below_budget=is_below_budget(
+                most.get("peak_reserved_bytes"), most.get("refused_bytes"), budget
+            ),
         )
         return Outcome(attempt, None if recording is None else recording.trace, error=error)
 
@@ -159,6 +160,8 @@ class Runner:
                         if folder.encode() in environment.read_bytes():
                             os.kill(int(environment.parent.name), signal.SIGKILL)
         printed = self.log.read_bytes()[begin:].decode(errors="replace")
+        if self.is_shown:
+            sys.stderr.write(printed)
         lines = [line.strip() for line in printed.splitlines() if line.strip()]
         raised = [line for line in lines if EXCEPTION.match(line)]
         return code, " | ".join(raised[-1:] or lines[-3:]) or "nothing"
@@ -177,11 +180,8 @@ def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
     Raises:
         InputError: there is no GPU, or the budget exceeds its memory.
     """
-
-    def describe() -> DeviceRecord:
-        return open_device("cuda", memory_budget=memory_budget, environ=os.environ).describe()
-
-    return run_in_copies([describe])[0]
+    opened = partial(open_device, "cuda", memory_budget=memory_budget, environ=os.environ)
+    return run_in_copies([lambda: opened().describe()])[0]
 
 
 def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:

@@ -198,13 +198,14 @@ def test_nothing_fits_in_the_budget_or_below_the_cap(run):
     assert "no multiple of 8" in ran.err
 
 
-def test_its_output_is_in_the_log(run, own_home):
+def test_its_output_is_in_the_log_and_with_verbose_on_the_screen(run, own_home):
     prints = "print('hello there', flush=True)\n" + PROGRAM
     quiet = run("probe", program=prints)
     assert "hello there" not in quiet.out + quiet.err
     (log,) = own_home.rglob("*-command.log")
     assert log.read_text().count("hello there") == quiet.out.count("\nprobe ")
     assert str(log) in quiet.out
+    assert "hello there" in run("probe", "--verbose", program=prints).err
 
 
 @pytest.mark.parametrize(
