@@ -2,9 +2,7 @@
 
 Some samples of the run are collated as a whole and as micro-batches. Both run through the code that trains,
 with the same draws: the whole as one micro-batch, the others one after the other. Their gradients must agree.
-If they do not, the gradient gᵢ of each micro-batch alone tells the likely cause. If the whole is a sum of the
-gᵢ with other weights, the loss is a mean over something else than samples. If it is none, it depends on
-several samples at once, or is a sum of several such means.
+If they do not, state that the forward pass writes is named as the cause, else the likely causes are listed.
 
 Rounding is less than an error in float64, so the passes run in it if the model takes it and its copy is
 small. In train mode dropout and BatchNorm stay in eval mode, because they make every pass differ. If two
@@ -58,13 +56,24 @@ FLOAT64_BUDGET_SHARE = 0.1
 """Share of the budget below which a loss is compared in float64; model copy and gradient count."""
 ELEMENTS = 1024
 """Elements read from each parameter's gradient, evenly spaced: enough to compare, for any size of model."""
+CAUSES = (
+    "likely causes are a sum over the batch or a mean over something else than samples (counted tokens, "
+    "class weights, pixels), for which return Loss(total, count), one by name for each of several means; a "
+    "loss that depends on several samples at once, for which use WholeBatchLoss(represent=…, loss=…); "
+    "padding without a mask; and a hook that changes gradients, for which use --max-grad-norm"
+)
+"""Causes of a difference, and what to do about each."""
+CAUSE_IN_ROWS = (
+    "WholeBatchLoss(represent=…) sees other samples beside its own. Compute each row from its own sample "
+    "alone, and move what depends on several samples to WholeBatchLoss(loss=…)"
+)
 
 
 class Finding(NamedTuple):
     """Result of the check; without fault and reason, the loss can be split."""
 
     fault: str | None = None
-    """Difference of the gradients with its likely cause, and what to write."""
+    """Difference of the gradients with its likely causes, and what to write."""
     unchecked: str | None = None
     """Reason why the check was not made, or hides a difference."""
 
@@ -320,8 +329,7 @@ def _judge(
     )
     if differs(run(whole, seed=2).gradient):
         return Finding(unchecked=f"{said}, and its draws alone change the gradient")
-    alone = [run(part) for part in parts]
-    of_whole, of_part = at_once.written, alone[-1].written
+    of_whole, of_part = at_once.written, run(parts[-1]).written
     if names := ", ".join(sorted({**of_whole, **of_part})[:PARTS]):
         writes = f"the forward pass writes {names}"
         if all(torch.equal(t, of_whole.get(name, t)) for name, t in of_part.items()):
@@ -331,45 +339,5 @@ def _judge(
             "Workload(after_step=…)"
         )
     else:
-        columns = torch.stack([part.gradient for part in alone], dim=1)
-        cause = _cause_in_hooks(setup.model) or _cause_in_loss(setup, first[:, None], columns, tolerance)
+        cause = CAUSE_IN_ROWS if isinstance(setup.workload.loss, WholeBatchLoss) else CAUSES
     return Finding(f"{said}: {cause}")
-
-
-def _cause_in_hooks(model: nn.Module) -> str:
-    """Return what to do about the first hook on a gradient; empty if the model has none.
-
-    torch lists hooks under private names only.
-    """
-    kinds = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
-    for name, owner in (*model.named_parameters(), *model.named_modules()):
-        if any(getattr(owner, kind, None) for kind in kinds):
-            return (
-                f"a hook changes the gradient of {name or 'the model'!r}, for example clips it, in each "
-                "micro-batch and not once per step. Use --max-grad-norm, or change it in the optimizer"
-            )
-    return ""
-
-
-def _cause_in_loss(setup: Setup, whole: Tensor, columns: Tensor, tolerance: float) -> str:
-    """Return the likely cause of a difference from the gradients of the whole and of each part."""
-    if isinstance(setup.workload.loss, WholeBatchLoss):
-        return (
-            "WholeBatchLoss(represent=…) sees other samples beside its own. Compute each row from its own "
-            "sample alone, and move what depends on several samples to WholeBatchLoss(loss=…)"
-        )
-    # By singular values: the default driver returns zeros if a part has no gradient, as one without targets.
-    weights = torch.linalg.lstsq(columns.nan_to_num(), whole, driver="gelsd").solution
-    if float((columns @ weights - whole).norm()) > tolerance * float(whole.norm()):
-        return (
-            "the loss depends on several samples at once, or is a sum of several means, each over something "
-            "else than samples. For a contrastive loss use WholeBatchLoss(represent=…, loss=…), for several "
-            'means a Loss by name for each, {"boxes": Loss(total, count), …}, for padding a mask, and for '
-            "batch statistics a target batch that fits in one micro-batch"
-        )
-    total = (
-        "sum over the batch. Return the mean over its samples, or"
-        if float(weights.sum()) > 1.5
-        else "mean over something else than samples (counted tokens, class weights, pixels). Return"
-    )
-    return f"the workload's loss is a {total} Loss(total, count) with the sum and the number of its items"

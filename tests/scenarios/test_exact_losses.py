@@ -221,7 +221,7 @@ ROWS: dict[str, tuple[dict[str, Any], Any, Any, tuple[Any, str] | None]] = {
     "masked pixels (MAE)": (MASKED, "masked_loss", whole_masked, (whole_masked, OTHER_MEAN)),
     "sum over the batch (VAE)": (VAE, "vae_loss", whole_vae, (summed_vae, "a sum over the batch")),
     "focal loss ÷ positives": (ANCHORS, "focal_loss", whole_focal, (whole_focal, OTHER_MEAN)),
-    SEVERAL: (SCENES, "detection_loss", whole_detection, (whole_detection, "a sum of several means")),
+    SEVERAL: (SCENES, "detection_loss", whole_detection, (whole_detection, "each of several means")),
     "CTC": (SPEECH, "speech_loss", whole_speech, None),
     "distillation": ({"model": Distilled}, "distilled_loss", whole_distilled, None),
     "R-Drop": ({"model": TwoDraws}, "r_drop_loss", whole_r_drop, None),

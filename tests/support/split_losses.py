@@ -106,12 +106,11 @@ VIEWS: dict[str, Any] = {
     "train_data": Views(points(60, dtype=torch.float32).columns[0]),
     "model": lambda: network(torch.float32),
 }
-SCALE, MIXED = "a mean over something else than samples", "several samples at once"
-PAIRS: dict[str, tuple[dict[str, Any], Any, Any, str]] = {
-    "masked tokens": (MASKED, popping(whole_tokens), popping(token_loss), SCALE),
-    "class weights": ({"train_data": rare_class()}, whole_weighted, weighted, SCALE),
-    "few short texts": (SHORT, whole_tokens, token_loss, SCALE),
-    "augmented views": (VIEWS, contrast, WholeBatchLoss(represent=both_views, loss=info_nce), MIXED),
-    "a sum with noise": ({}, noisy_sum, noisy_mean, "a sum over the batch"),
+PAIRS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "masked tokens": (MASKED, popping(whole_tokens), popping(token_loss)),
+    "class weights": ({"train_data": rare_class()}, whole_weighted, weighted),
+    "few short texts": (SHORT, whole_tokens, token_loss),
+    "augmented views": (VIEWS, contrast, WholeBatchLoss(represent=both_views, loss=info_nce)),
+    "a sum with noise": ({}, noisy_sum, noisy_mean),
 }
-"""Fields of a workload, its wrong loss, its right loss, and the cause that a message names."""
+"""Fields of a workload, its wrong loss and its right loss."""
