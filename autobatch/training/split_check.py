@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate as running_sums
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -27,7 +27,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.core.units import significant
-from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, loses_context
 from autobatch.planning import split_evenly
 from autobatch.rehearsal.rehearsal import on_copies
@@ -44,14 +43,10 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import describe
 
 SplitCheck = Literal["error", "note", "off"]
-Session: TypeAlias = Callable[[], AbstractContextManager[Meter]]
-"""Opens the meter of passes, with or without the budget."""
 CANDIDATES, READ_SECONDS = 256, 0.5
 """Samples of the run's beginning that the compared ones are chosen from, and the time to read them."""
-FEW_SAMPLES, MANY_SAMPLES, SECONDS = 8, 64, 5.0
-"""Samples that are compared first; then, unless more than these seconds are expected."""
-PARTS = 4
-"""Micro-batches that samples are compared in, and the most micro-batches that many samples may be."""
+SAMPLES, PARTS = 64, 4
+"""Samples that are compared, which are no more than so many micro-batches; they are compared in as many."""
 FLOAT64_BUDGET_SHARE = 0.1
 """Share of the budget below which a loss is compared in float64; model copy and gradient count."""
 ELEMENTS = 1024
@@ -125,8 +120,8 @@ def examine_run(setup: Setup, micro_batch: int, target_batch: int, seed: int = 0
 def examine(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:
     """Examine whether splitting a batch of these samples changes its gradient; no state is changed.
 
-    The model runs on temporary weights. A few samples are compared first, then as many of them as memory and
-    time allow.
+    The model runs on temporary weights. Where that many samples do not fit, those of one micro-batch are
+    compared.
     """
     # The loss scale of fp16 would change between passes.
     precision = "fp32" if setup.precision == "fp16" else setup.precision
@@ -134,22 +129,12 @@ def examine(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:
     try:
         with preserved_random_state():
             samples = _read(setup, ids)
-            many = min(len(samples), MANY_SAMPLES, PARTS * micro_batch)
-            few = min(many, FEW_SAMPLES, max(2, micro_batch))
-            if few < 2:
+            count = min(len(samples), SAMPLES, PARTS * micro_batch)
+            if count < 2:
                 return Finding(unchecked="it takes 2 samples, and the batch has 1")
-            start = setup.clock()
-            finding = _compare(setup, evenly_spaced(samples, few))
-            if finding.unchecked is not None and micro_batch < few:
-                # Two samples may exceed a budget that holds one. A CPU often has more memory than its budget.
-                finding = _compare(setup, evenly_spaced(samples, few), setup.device.training)
-            if (setup.clock() - start) * many > few * SECONDS:
-                return finding
-            for size in (many, min(many, micro_batch)):
-                if finding.fault is None and few < size:
-                    larger = _compare(setup, evenly_spaced(samples, size))
-                    if larger.unchecked is None:
-                        return larger
+            finding = _compare(setup, evenly_spaced(samples, count))
+            if finding.unchecked is not None and 2 <= micro_batch < count:
+                finding = _compare(setup, evenly_spaced(samples, micro_batch))
             return finding
     except Exception as error:  # what cannot be checked ends no run
         if loses_context(error):
@@ -172,11 +157,8 @@ def _read(setup: Setup, ids: Sequence[int]) -> list[Any]:
     return sorted(samples, key=elements)
 
 
-def _compare(setup: Setup, samples: list[Any], session: Session | None = None) -> Finding:
-    """Compare samples with their parts, in the first type and mode of passes that tells.
-
-    ``session`` opens the meter of the passes; None for passes within the budget.
-    """
+def _compare(setup: Setup, samples: list[Any]) -> Finding:
+    """Compare samples with their parts, in the first type and mode of passes that tells."""
     size = len(samples)
 
     def collated(some: list[Any], seed: int = 1) -> Collated:
@@ -207,7 +189,7 @@ def _compare(setup: Setup, samples: list[Any], session: Session | None = None) -
         # In eval mode dropout of attention and the like ends, and terms that only training has.
         for is_eval in (False, True):
             try:
-                with _open_passes(setup, dtype, session or setup.device.enforced, is_eval=is_eval) as run:
+                with _open_passes(setup, dtype, is_eval=is_eval) as run:
                     finding = _judge(run, (whole, size), parts, tolerance, setup)
             except Exception as error:
                 # A model that trains may still fail here (another type or mode), by no fault of its loss.
@@ -240,19 +222,16 @@ Run: TypeAlias = Callable[..., Pass]
 
 
 @contextmanager
-def _open_passes(
-    setup: Setup, dtype: torch.dtype | None, session: Session, *, is_eval: bool
-) -> Iterator[Run]:
+def _open_passes(setup: Setup, dtype: torch.dtype | None, *, is_eval: bool) -> Iterator[Run]:
     """Open a function that runs micro-batches as a step does, on temporary weights, within the block.
 
     Args:
         setup: the workload.
         dtype: type of the model and its batches; None for their own, and the precision of the run.
-        session: opens the meter of the passes.
         is_eval: True for the whole model in eval mode; False for only its dropout and BatchNorm.
     """
     setup = setup if dtype is None else replace(setup, precision="fp32")
-    with session() as meter, on_copies(setup, meter) as train_state:
+    with setup.device.enforced() as meter, on_copies(setup, meter) as train_state:
         model = train_state.model
         for tensor in [*model.parameters(), *model.buffers()]:
             if dtype is not None and tensor.is_floating_point():

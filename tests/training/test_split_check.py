@@ -143,14 +143,3 @@ def test_state_that_no_sample_enters_is_no_fault() -> None:
     """The vectors of a spectral norm move with each pass."""
     spectral_norm = nn.utils.spectral_norm
     assert checked(make_workload(model=lambda: spectral_norm(nn.Linear(5, 3, dtype=torch.float64)))) == []
-
-
-def test_a_loss_is_checked_although_the_budget_holds_a_single_sample() -> None:
-    """A micro-batch of 1 leaves a contrastive loss nothing to learn from."""
-
-    def wide(model, batch):
-        rows = model(batch[0])[:, :, None].expand(-1, -1, 4000).tanh().mean(2)
-        return (rows @ rows.T).logsumexp(1).mean()
-
-    with pytest.raises(InputError, match=r"the gradient of 2 samples .*several samples at once"):
-        checked(make_workload(loss=wide), micro_batch=1, budget="300KiB")
