@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
 
 def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Return rows as lines of text with columns of equal width. Columns with numbers end at their right.
+    """Return rows as lines of text with columns of equal width. Narrow ones with numbers end at their right.
 
     What is wider than the terminal is folded within its cells, and then continued below, with the first
     column again.
@@ -39,8 +39,11 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str
     """
     table = [[printable(cell) for cell in row] for row in rows]
     columns = [list(column) for column in zip(*table, strict=True)]
-    is_text = [not at or not any(cell[:1].isdigit() for cell in column) for at, column in enumerate(columns)]
     wide = [max(map(len, column)) for column in columns]
+    is_text = [
+        not at or wide[at] > LEAST_CELL or not any(cell[:1].isdigit() for cell in column)
+        for at, column in enumerate(columns)
+    ]
     if width is not None and sum(wide) + 2 * len(wide) - 2 > width:
         half = max(LEAST_CELL, (width - wide[0]) // 2 - 2)
         cells = [[row[:1], *(textwrap.wrap(cell, half) for cell in row[1:])] for row in table]
