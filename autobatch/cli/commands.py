@@ -108,18 +108,17 @@ def profiles(words: list[str]) -> Answer:
 def compare(words: list[str]) -> Answer:
     """Print runs side by side: what differs between them, what each planned and what it reached.
 
-    usage: autobatch compare [RUN RUN …] [--json]
+    usage: autobatch compare RUN RUN … [--json]
 
-    RUN is the folder of a run. (default: the newest two runs of the workload that
-    ran last, in runs, where fit puts them)
+    RUN is the folder of a run, as fit makes it in runs.
     """
-    from autobatch.report.compare import compare_runs, newest_two
+    from autobatch.report.compare import compare_runs
     from autobatch.report.result import load_run
     from autobatch.report.tables import aligned
 
-    folders = [Path(word) for word in words] or newest_two(Path("runs"))
+    folders = [Path(word) for word in words]
     if len({folder.resolve() for folder in folders}) < 2:
-        raise InputError(f"compare takes two or more different runs, found {folders[0]} only: give RUN RUN")
+        raise InputError("compare takes two or more different runs: give RUN RUN")
     given, reached = compare_runs([load_run(folder) for folder in folders])
     differing = {name: cells for name, cells in given.items() if len(set(cells)) > 1}
     content = {

@@ -46,7 +46,7 @@ COMMANDS = {
     "init": "write a program to start from, and its options",
     "record": "record the memory of any program, for estimate --snapshot",
     "profiles": "hardware profiles: list, show NAME",
-    "compare": "show runs side by side: compare RUN RUN, else the newest two",
+    "compare": "show runs side by side: compare RUN RUN",
     "doctor": "show devices, memory, versions, and what is missing",
 }
 HELP = f"""\

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from autobatch.core.errors import InputError
 from autobatch.core.options import all_fields
 from autobatch.core.records import RunRecord
 from autobatch.report.facts import facts_of
-from autobatch.report.result import RESULT
 from autobatch.report.words import moment
 
 Rows = dict[str, list[str]]
 """For the name of each figure its cells, one for each run; a cell is empty if its run has no such figure."""
-
-
-def newest_two(runs: Path) -> list[Path]:
-    """Return the newest two runs of the workload that ran last, the earlier one first.
-
-    Args:
-        runs: the folder of all runs, as ``NAME/DATE``.
-
-    Raises:
-        InputError: there are fewer.
-    """
-    ended = sorted(runs.glob(f"*/*/{RESULT}"), key=lambda path: path.stat().st_mtime_ns)
-    folders = [path.parent for path in ended if path.parent.parent == ended[-1].parent.parent]
-    if len(folders) < 2:
-        raise InputError(f"{runs} has no two runs of the workload that ran last: give RUN RUN")
-    return folders[-2:]
 
 
 def compare_runs(runs: Sequence[RunRecord]) -> tuple[Rows, Rows]:
