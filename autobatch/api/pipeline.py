@@ -38,7 +38,6 @@ from autobatch.rehearsal.setup import Role, Setup, data_of_setup, open_setup
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes
 from autobatch.training.checkpoint import Loaded, list_checkpoints
-from autobatch.training.export import check_exportable
 from autobatch.training.resume import (
     BEFORE_TRAINING,
     changes_since_checkpoint,
@@ -133,9 +132,6 @@ def begin(run: Run) -> ToTrain:
         if samples is None:
             samples = _count(run, lambda: process.call("counting the samples", count_stream))
         out = claim(run, info.name)
-        if info.shards is None:
-            # Weights that cannot be exported must fail before minutes are spent on a probe.
-            process.call("the check of the weights", check_exportable)
         limit(run)
         plan(run)
         tune(run, options.steps or math.ceil((options.epochs or 1) * samples / run.target))

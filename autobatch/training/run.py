@@ -42,7 +42,7 @@ from autobatch.training.checkpoint import (
     list_checkpoints,
     save_checkpoint,
 )
-from autobatch.training.export import check_exportable, export_weights
+from autobatch.training.export import export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import Metrics, Sink, Until, rewind_metrics, totals_of
 from autobatch.training.resume import capture_loop, restore_loop, run_facts
@@ -149,7 +149,6 @@ def train(loop: Loop, run: RunInputs, progress: Progress) -> Training:
         ranks.once(lambda: oom_file.unlink(missing_ok=True))
     ranks.once(lambda: begin_after(run.out / CHECKPOINTS, begun_at))
     check_savable(capture_loop(loop))
-    check_exportable(loop.train_state)
     if run.resumed is not None and begun_at == loop.sampler.total:
         progress.note(f"nothing is left to train: all {begun_at:,} steps of the run are done")
     running = _Run(loop, run, progress)
