@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 from autobatch.cli.output import (
     PARTS,
     SafeStream,
-    deliver,
     describe_failure,
     output_of_run,
     print_error,
     raise_on_termination,
-    undelivered_code,
+    write_json,
     write_line,
     write_log,
 )
@@ -81,19 +80,14 @@ COMMON_CODES = (2, 3, 130, 143)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started this process
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.set_inheritable(null, True)
-            setattr(sys, name, os.fdopen(null, "w"))
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal cannot show must not end a run.
         cast("TextIOWrapper", stream).reconfigure(errors="replace")
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     try:
         sys.stdout.flush()
-    except OSError as error:
-        code = code or undelivered_code(error)
+    except OSError:  # Python must not try to write the rest of the buffer at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if os.environ.get("WORLD_SIZE", "1") != "1":
         end_now(code)  # a rank must not wait at exit for connections to ranks that are gone
     # The collections at the end of a process with torch take half a second, and free what ends anyway.
@@ -135,17 +129,12 @@ class Call:
 
 def run(arguments: list[str]) -> int:
     """Run a command and return its exit code. A failure is one line and, if it is unexpected, a log."""
-    name, *words = arguments or ["--help"]
-    if name in QUESTIONS:
-        return write_line(QUESTIONS[name])
-    call = Call(arguments)
-    if name not in COMMANDS:
-        import difflib
-
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see autobatch --help"
-        return report_failure(call, InputError(f"there is no command {quoted(name)}; {hint}"))
+    call = Call(arguments or ["--help"])
+    name, words = call.name, call.words
     try:
+        if name in QUESTIONS:
+            return write_line(QUESTIONS[name])
+        check_command(name)
         from autobatch.core.options import COMMANDS as OPENING
 
         is_program = name == "record" or (name in SCRIPTED and "--" in words)
@@ -162,6 +151,16 @@ def run(arguments: list[str]) -> int:
         return commands.run_command(name, words)
     except BaseException as error:
         return report_failure(call, error)
+
+
+def check_command(name: str) -> None:
+    """Check that there is a command; raise `InputError` with the nearest name if there is none."""
+    if name not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see autobatch --help"
+        raise InputError(f"there is no command {quoted(name)}; {hint}")
 
 
 def run_workload(call: Call) -> int:
@@ -182,10 +181,10 @@ def run_workload(call: Call) -> int:
         call.ranks = ranks = join_ranks(call, options)
         with output_of_run(as_json=options.json) as stream:
             result = result_of(call, workload, options, stream)
-        is_asked = options.json and ranks.rank == 0
-        code = deliver(stream, result.to_json(*PARTS.get(name, ())) if is_asked else None)
+        if options.json and ranks.rank == 0:
+            write_json(result.to_json(*PARTS.get(name, ())))
         ranks.close()
-        return code
+        return 0
 
 
 def join_ranks(call: Call, options: Options) -> Ranks:

@@ -26,7 +26,7 @@ ENDING = ("SIGTERM", "SIGUSR1")
 
 
 class SafeStream:
-    """Stream that drops all text after a write has failed, so that training continues.
+    """Stream that drops what cannot be written, so that training continues.
 
     Args:
         stream: the stream to write to; its other attributes are passed on.
@@ -35,16 +35,17 @@ class SafeStream:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.failure: OSError | None = None
-        """First failure of the stream; None if all was written."""
+        """Failure of the stream; None if all was written, or if its reader has gone."""
 
     def write(self, text: str) -> int:
-        """Write the text at once, or drop it after a failure."""
-        if self.failure is None:
-            try:
-                self._stream.write(text)
-                self._stream.flush()
-            except OSError as error:
-                self.failure = error
+        """Write the text at once."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError:
+            pass
+        except OSError as error:
+            self.failure = OSError(error.errno, error.strerror, "standard output")
         return len(text)
 
     def flush(self) -> None:
@@ -60,9 +61,15 @@ def output_of_run(*, as_json: bool) -> Iterator[SafeStream]:
 
     If standard output is for one JSON object, all else goes to standard error within the block, also what C
     code and child processes write.
+
+    Raises:
+        OSError: after the block, if standard output lacks a part of what was written.
     """
     if not as_json:
-        yield SafeStream(sys.stdout)
+        stream = SafeStream(sys.stdout)
+        yield stream
+        if stream.failure is not None:
+            raise stream.failure
         return
     sys.stdout.flush()
     with contextlib.ExitStack() as restored:
@@ -81,17 +88,6 @@ def print_error(line: str) -> None:
     sys.stderr.write(f"autobatch: {one_line(line)}\n")
 
 
-def undelivered_code(error: OSError) -> int:
-    """Return the exit code after output could not be written: 0 if the reader closed the pipe."""
-    with contextlib.suppress(OSError, ValueError):  # captured output has no descriptor
-        # Python must not try to write the rest of the buffer at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):
-        return 0
-    print_error(f"cannot write to standard output: {error.strerror or error}")
-    return 1
-
-
 def terminal_width() -> int | None:
     """Return the columns of the terminal; None if standard output is none."""
     # Only here: the help does not need it.
@@ -102,11 +98,8 @@ def terminal_width() -> int | None:
 
 def write_line(text: str) -> int:
     """Write to standard output, and return the exit code."""
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except OSError as error:
-        return undelivered_code(error)
+    with output_of_run(as_json=False) as stream:
+        stream.write(f"{text}\n")
     return 0
 
 
@@ -119,13 +112,6 @@ def write_json(content: object) -> int:
 
     # In ASCII: foreign text must not control the terminal.
     return write_line(json.dumps(json.loads(msgspec.json.encode(content))))
-
-
-def deliver(stream: SafeStream, content: object | None) -> int:
-    """Write the JSON of a result, None for none, and return the exit code of all that was written."""
-    if content is not None:
-        return write_json(content)
-    return 0 if stream.failure is None else undelivered_code(stream.failure)
 
 
 class Terminated(BaseException):

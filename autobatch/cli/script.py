@@ -15,10 +15,10 @@ from msgspec import Meta
 
 from autobatch.cli.output import (
     PARTS,
-    deliver,
     new_log,
     output_of_run,
     raise_on_termination,
+    write_json,
     write_line,
 )
 from autobatch.cli.parser import HELP_WORDS, option_lines, options_of, read_words
@@ -126,8 +126,9 @@ def run_script(name: str, words: list[str]) -> int:
             stream.write(f"{'run':<{LABEL}}{shlex.join(filled)}\n")
     if name == "fit":
         become(filled, os.environ)
-    content = result.to_json(*PARTS[name]) | ({"command": filled} if filled else {})
-    return deliver(stream, content if options.json else None)
+    if options.json:
+        write_json(result.to_json(*PARTS[name]) | ({"command": filled} if filled else {}))
+    return 0
 
 
 def record(words: list[str]) -> int:

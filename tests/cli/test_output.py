@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from autobatch import InputError
 from autobatch.cli import main as cli
-from autobatch.cli.output import SafeStream, Terminated, describe_failure
+from autobatch.cli.output import Terminated, describe_failure, output_of_run
 from tests.support.commandline import SMALL
 
 BROKEN = """
@@ -135,13 +136,20 @@ class Breaking(io.StringIO):
         return super().write(text)
 
 
-def test_text_after_a_failure_is_dropped_and_the_first_failure_is_kept() -> None:
-    inner = Breaking()
-    stream = SafeStream(inner)
-    assert [stream.write(text) for text in ("one", "two", "three")] == [3, 3, 5]
-    assert inner.getvalue() == "one"
-    assert stream.failure.strerror == "Broken pipe: two"
-    assert stream.isatty() is False
+def test_a_run_goes_on_if_its_text_cannot_be_written_and_fails_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    written: list[int] = []
+    for stream in (Breaking("gone"), Full()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        is_full = pytest.raises(OSError, match="left on device: 'standard output'")
+        with is_full if isinstance(stream, Full) else nullcontext(), output_of_run(as_json=False) as safe:
+            written += [safe.write(text) for text in ("one", "two")]
+    assert written == [3] * 4
 
 
 def test_json_is_written_also_if_nobody_reads_the_rest(
