@@ -24,8 +24,6 @@ from autobatch.core.text import error_text
 
 FLUSH_INTERVAL_S = 0.2
 """Least time between two writes of lines: one costs more than all else that a record takes."""
-MOST_COMPARED = 8
-"""Steps that ran again after a resume, and are compared with their lines from before it."""
 
 Until: TypeAlias = Callable[[StepRecord], object]
 """A rule of the user's: called with each record on rank 0, it returns whether the run ends after the step."""
@@ -121,22 +119,16 @@ class Metrics:
             raise CheckpointError(f"{self._path} cannot be written: {error.strerror or error}") from error
 
 
-def rewind_metrics(path: Path, *, batches_seen: int) -> tuple[int, list[StepRecord]]:
-    """Drop the lines of batches that a resumed run trains again.
-
-    Returns:
-        The last step that had a line, and the first records that were dropped.
-    """
-    logged, dropped, kept = 0, list[StepRecord](), bytearray()
+def rewind_metrics(path: Path, *, batches_seen: int) -> int:
+    """Drop the lines of batches that a resumed run trains again, and return the last step that had a line."""
+    logged, kept = 0, bytearray()
     for line, record in _records(path):
         logged = max(logged, record.step)
         if record.step <= batches_seen:
             kept += line + b"\n"
-        elif len(dropped) < MOST_COMPARED:
-            dropped.append(record)
     if path.is_file():
         write_atomic(path, bytes(kept))
-    return logged, dropped
+    return logged
 
 
 def totals_of(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class RunInputs:
     resumed: Loaded | None = None
     """The checkpoint to continue from; None for a new run."""
     is_exact: bool = True
-    """True if hardware, plan and versions are those of the checkpoint, so that steps can be compared."""
+    """True if hardware, plan and versions are those of the checkpoint."""
 
 
 @memory_named("the training was prepared")
@@ -194,12 +194,9 @@ class _Run:
         self._frozen = [p for p in loop.train_state.parameters if not p.requires_grad]
         """Parameters whose gradients no probe has seen."""
         self._saved_at = loop.clock()
-        self._dropped: list[StepRecord] = []
-        """Records from before the resume of the next steps."""
         self.metrics = Metrics(None)
         if not loop.engine.ranks.rank:
-            logged, dropped = rewind_metrics(run.out / METRICS, batches_seen=loop.batches_seen)
-            self._dropped = dropped if run.is_exact and run.resumed is not None else []
+            logged = rewind_metrics(run.out / METRICS, batches_seen=loop.batches_seen)
             settings = (run.options.by_name() | run.facts.get("plan", {})).items()
             trackers = open_trackers(
                 run.options.log,
@@ -221,8 +218,6 @@ class _Run:
         total, until = self._loop.sampler.total, self._run.until
         for step in self._loop.run():
             record = self._record(step)
-            if self._dropped:
-                self._compare(record)
             if self._checkpoint_is_due(record.step):
                 self._save_if_needed()
                 self._progress.saved(record.step)
@@ -278,23 +273,6 @@ class _Run:
             return answer
         self._save_if_needed()
         raise raised[0] if raised else UserCodeError(f"on rank 0, {answer}")
-
-    def _compare(self, record: StepRecord) -> None:
-        """Compare a step that ran again after a resume with its line from before it."""
-        before = self._dropped.pop(0)
-        if (record.step, record.micro_batch) != (before.step, before.micro_batch):
-            self._dropped = []
-        elif (record.loss, record.grad_norm) != (before.loss, before.grad_norm):
-            self._dropped = []
-            self._progress.note(
-                f"the resume is not exact: step {record.step} had the loss {before.loss} and the gradient "
-                f"norm {before.grad_norm} before it, and has {record.loss} and {record.grad_norm} now. "
-                "Usually the data, the loss or the model keep state of their own, for example a "
-                "torch.Generator, which no checkpoint holds: keep it in a buffer of the model, or draw from "
-                "torch's own generator"
-            )
-        elif not self._dropped:
-            self._progress.note(f"step {record.step} ran again, bit for bit as before the resume")
 
     def _add_note(self, line: str) -> None:
         self._run.notes.append(line)
