@@ -175,7 +175,8 @@ def fit(
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
         NonFiniteError: the loss or the gradient is not finite, and ``on_nonfinite`` is ``raise``.
-        CheckpointError: a checkpoint or another file could not be written.
+        CheckpointError: a checkpoint, the metrics or the weights could not be written.
+        OSError: another file of the run could not be read or written.
         RestartSmallerError: out of memory where the run cannot recover.
         Interrupted: a signal stopped the run; a checkpoint was written.
     """

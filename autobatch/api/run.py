@@ -26,7 +26,7 @@ from autobatch.report.result import Result
 from autobatch.search.probe import Limit
 from autobatch.training.checkpoint import Loaded
 from autobatch.training.metrics import Sink, Until
-from autobatch.training.run_folder import claim_folder, folder_of, named_failures
+from autobatch.training.run_folder import claim_folder, folder_of
 from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.reference import WorkloadSource
 
@@ -183,7 +183,6 @@ def claim(run: Run, name: str) -> Path:
 
     def lock() -> str:
         out = folder_of(run.options.out, name, resume=run.options.resume)
-        run.held.enter_context(named_failures(out))
         run.held.enter_context(claim_folder(out))
         clean_unfinished(out)
         # An earlier start left it: no rank of this one knows the folder yet.

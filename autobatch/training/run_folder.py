@@ -11,9 +11,8 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from autobatch.core.errors import AutobatchError, CheckpointError, InputError
+from autobatch.core.errors import InputError
 from autobatch.training.trackers import TENSORBOARD, TRACKERS
-from autobatch.workload.user_code import failed_part
 
 RUNS = Path("runs")
 LOCK = ".lock"
@@ -91,21 +90,6 @@ def claim_folder(out: Path) -> Iterator[None]:
                 (out / LOCK).unlink()
             for path in made:
                 path.rmdir()
-
-
-@contextlib.contextmanager
-def named_failures(out: Path) -> Iterator[None]:
-    """Turn a call of the system that failed on a file of the run into a `CheckpointError` of one line."""
-    try:
-        yield
-    except OSError as error:
-        is_own = isinstance(error.filename, str | Path) and Path(error.filename).is_relative_to(out)
-        if isinstance(error, AutobatchError) or not is_own or failed_part(error) is not None:
-            raise
-        raise CheckpointError(
-            f"{error.filename} cannot be read or written: {error.strerror}. Check the disk and its free "
-            "space, then resume: the checkpoints so far are intact"
-        ) from error
 
 
 def move_earlier_run(out: Path) -> str | None:
