@@ -18,7 +18,6 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import split_evenly
 from autobatch.step.loss import terms_of
-from autobatch.step.ranks import Rows
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Loss, WholeBatchLoss, kind_of
@@ -40,8 +39,7 @@ class Validator:
     The micro-batch is halved after an out-of-memory error. The ranks of a sharded model run the same number
     of passes of the same size, because each waits for the others.
 
-    A `WholeBatchLoss` depends on the number of samples, so it is computed over batches of the training's
-    size, of which the last may be short.
+    A `WholeBatchLoss` has no mean here, because it depends on the number of samples.
     """
 
     def __init__(self, loop: Loop, *, note: Callable[[str], None] = lambda _: None) -> None:
@@ -78,27 +76,23 @@ class Validator:
     def _add_own_samples(self, sums: Sums, is_asked: Callable[[], bool]) -> None:
         """Add totals and counts of the samples of this rank."""
         loop, ranks = self._loop, self._loop.engine.ranks
-        samples = len(loop.workload.validation_data)  # type: ignore[arg-type]
-        unit = loop.sampler.target_batch if isinstance(loop.workload.loss, WholeBatchLoss) else 1
-        units = split_evenly(math.ceil(samples / unit), ranks.world)
-        start = min(unit * sum(units[: ranks.rank]), samples)
-        end = min(start + unit * units[ranks.rank], samples)
-        step = unit if unit > 1 else max(1, end - start)
-        for batch in (range(first, min(first + step, end)) for first in range(start, end, step)):
-            rows, place = Rows(len(batch)), batch.start
-            while place < batch.stop:
-                if is_asked():
-                    return
-                ids = range(place, min(place + self._micro_batch, batch.stop))
-                place += len(ids) if self._add(sums, ids, batch, rows) else 0
+        shares = split_evenly(len(loop.workload.validation_data), ranks.world)  # type: ignore[arg-type]
+        own = shares[ranks.rank]
+        place = sum(shares[: ranks.rank])
+        end = place + own
+        while place < end:
+            if is_asked():
+                return
+            ids = range(place, min(place + self._micro_batch, end))
+            place += len(ids) if self._add(sums, ids) else 0
         # A rank that is done still joins the collectives of the others. What it computes does not count.
-        passes, most = (math.ceil(count / self._micro_batch) for count in (end - start, max(units)))
+        passes, most = (math.ceil(count / self._micro_batch) for count in (own, max(shares)))
         for _ in range(0 if loop.engine.is_alone else most - passes):
-            self._add({}, range(1), range(1), Rows(1))
+            self._add({}, range(1))
 
-    def _add(self, sums: Sums, ids: range, batch: range, rows: Rows) -> bool:
+    def _add(self, sums: Sums, ids: range) -> bool:
         """Add a micro-batch to the sums. Return False if memory ran out, and a smaller one is left to try."""
-        found = _sums_of(self._loop, ids, batch, rows)
+        found = _sums_of(self._loop, ids)
         # Outside of the except block, so that nothing holds the tensors that failed.
         if not isinstance(found, str):
             _add(sums, found)
@@ -119,7 +113,8 @@ def check_validation(loop: Loop) -> list[str]:
     """Run loss and metrics on the first validation samples, so that a mistake in them shows before training.
 
     Returns:
-        A note on each metric that is no mean over samples, and so depends on the micro-batch.
+        A note on each metric that is no mean over samples, and so depends on the micro-batch, and on a loss
+        that is left out.
 
     Raises:
         InputError: a metric is not a number.
@@ -133,10 +128,9 @@ def check_validation(loop: Loop) -> list[str]:
 
     def means(*parts: range) -> dict[str, float | None]:
         sums: Sums = {}
-        rows = Rows(len(batch))
         with preserved_random_state():  # the same draws each time
             for ids in parts:
-                if not isinstance(found := _sums_of(loop, ids, batch, rows), str):
+                if not isinstance(found := _sums_of(loop, ids), str):
                     _add(sums, found)
         return _means(sums)
 
@@ -144,7 +138,11 @@ def check_validation(loop: Loop) -> list[str]:
         whole, split = means(batch), means(batch[:cut], batch[cut:]) if len(batch) > 1 else {}
     loop.device.release()
     tolerance = 1e-4 if loop.train_state.precision == "fp32" else 3e-2
-    return [
+    left_out = (
+        "there is no held-out loss, because a WholeBatchLoss depends on the number of samples: give "
+        "Workload(metrics=…)"
+    )
+    return [left_out] * isinstance(loop.workload.loss, WholeBatchLoss) + [
         f"the validation metric {name!r} is no mean over samples: {len(batch)} samples have {value:.4g} at "
         f"once, and {part:.4g} as the mean of {cut} and 1, so that it depends on the micro-batch. Return "
         "Loss(total, count) with sums over samples or items, or compute it from such sums after the run"
@@ -168,11 +166,8 @@ def _eval_mode(train_state: TrainState) -> Iterator[None]:
     train_state.placement.forget_gathered()
 
 
-def _sums_of(loop: Loop, ids: range, batch: range, rows: Rows) -> Sums | str:
-    """Return total and count of each metric of a micro-batch, or the message of an out-of-memory error.
-
-    A loss over a whole batch collects the rows of ``batch``, of which ``ids`` are a part.
-    """
+def _sums_of(loop: Loop, ids: range) -> Sums | str:
+    """Return total and count of each metric of a micro-batch, or the message of an out-of-memory error."""
     workload, train_state, meter = loop.workload, loop.train_state, loop.meter
     sums: Sums = {}
     try:
@@ -182,18 +177,12 @@ def _sums_of(loop: Loop, ids: range, batch: range, rows: Rows) -> Sums | str:
                 micro_batch = to_device(loaded, train_state.device)
             meter.count(tensors_of(micro_batch))
             with precision_context(train_state.device, train_state.precision):
-                with user_code("loss", workload.loss):
-                    if not isinstance(workload.loss, WholeBatchLoss):
+                if not isinstance(workload.loss, WholeBatchLoss):
+                    with user_code("loss", workload.loss):
                         terms = terms_of(train_state.placement(workload.loss, micro_batch))
                         for name, term in terms.items():
                             place = (LOSS, name) if name else (LOSS,)
                             sums[place] = _total_and_count(place[-1], term, len(ids))
-                    else:
-                        places = range(ids.start - batch.start, ids.stop - batch.start)
-                        rows.put(places, workload.loss.represent(train_state.model, micro_batch))
-                        if ids.stop == batch.stop:
-                            mean = workload.loss.loss(train_state.model, rows.collated)
-                            sums[LOSS,] = _total_and_count(LOSS, mean, len(batch))
                 if workload.metrics is not None:
                     with user_code("metrics", workload.metrics):
                         metrics = train_state.placement(workload.metrics, micro_batch)
