@@ -191,8 +191,6 @@ class _Run:
         self._loop, self._run, self._progress = loop, run, progress
         self._newest = None if run.resumed is None else run.resumed.path
         """The newest checkpoint."""
-        self._frozen = [p for p in loop.train_state.parameters if not p.requires_grad]
-        """Parameters whose gradients no probe has seen."""
         self._saved_at = loop.clock()
         self.metrics = Metrics(None)
         if not loop.engine.ranks.rank:
@@ -242,12 +240,6 @@ class _Run:
             self._add_note(
                 f"step {step.step}: out of memory, repeated at micro-batch {step.micro_batch}: "
                 f"{step.recovered}"
-            )
-        if any(parameter.requires_grad for parameter in self._frozen):
-            self._frozen = []
-            self._add_note(
-                f"after step {step.step}, parameters train that were frozen in the probe "
-                "(requires_grad), so that a step takes more memory; micro-batches shrink if it runs out"
             )
         return step
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,12 +63,11 @@ def hooked() -> Any:
     return make_workload(model=lambda: nn.Sequential(Centred(), nn.Tanh(), nn.Linear(8, 3)).double())
 
 
-def test_a_run_that_unfreezes_is_that_of_a_plain_loop_and_its_probe_of_less_is_told(tmp_path: Path) -> None:
+def test_a_run_that_unfreezes_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     workload = make_workload(model=Unfreezing, after_step=Unfreezing.after_step, sampler=ORDER)
-    found, notes = fit(workload, tmp_path, steps=6, **OPTIONS)
+    found, _ = fit(workload, tmp_path, steps=6, **OPTIONS)
     expected, _ = reference(workload, BATCHES, workload.loss, seed=3)
     assert apart(weights(found.model), expected) < 1e-12
-    assert any(re.search("requires_grad|fr[eo]ez|froz", note) for note in notes), notes
 
 
 def test_a_resume_restores_a_buffer_that_a_hook_has_made(tmp_path: Path) -> None:
