@@ -149,8 +149,7 @@ def estimate_lines(
             yield from ("", f"predicted micro-batch{on} with a change:")
         for remedy in gpu.remedies or () if is_alone or not gpu.fits else ():
             figure = count(remedy.micro_batch) if remedy.micro_batch else "does not fit"
-            line = f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
-            yield from folded(line, width, 11)
+            yield f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
 
 
 def _memory_lines(gpu: Estimate) -> list[str]:
