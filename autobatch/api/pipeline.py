@@ -27,6 +27,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.options import Options, fields_of, refuse
 from autobatch.core.records import Plan
+from autobatch.core.run_files import REPORT, RESULT
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.shared_stream import open_sampler, split_note
@@ -37,7 +38,7 @@ from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Role, Setup, data_of_setup, open_setup
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.plan_split import read_sizes
-from autobatch.training.checkpoint import Loaded, list_checkpoints
+from autobatch.training.checkpoint import Loaded, list_checkpoints, step_of
 from autobatch.training.resume import (
     BEFORE_TRAINING,
     changes_since_checkpoint,
@@ -45,7 +46,7 @@ from autobatch.training.resume import (
     load_run_state,
 )
 from autobatch.training.run import RunInputs, train_plan
-from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, move_earlier_run
+from autobatch.training.run_folder import CHECKPOINTS, move_earlier_run
 from autobatch.training.split_check import examine_run
 from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
@@ -298,7 +299,7 @@ def write(run: Run, out: Path) -> None:
         report=out / REPORT,
         versions=versions(),
         created=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-        checkpoints=[int(path.name.removeprefix("step-")) for path in list_checkpoints(out / CHECKPOINTS)],
+        checkpoints=[step_of(path) for path in list_checkpoints(out / CHECKPOINTS)],
     )
     content = msgspec.json.format(msgspec.json.encode(run.result.to_json()))
     write_atomic(out / RESULT, content + b"\n")

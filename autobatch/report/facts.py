@@ -21,6 +21,7 @@ from autobatch.core.records import (
     Trial,
     Tuning,
 )
+from autobatch.core.run_files import AVERAGED_WEIGHTS
 from autobatch.core.units import format_bytes
 from autobatch.report.words import (
     count,
@@ -231,7 +232,7 @@ def _training_facts(training: Training) -> Iterator[Fact]:
     if (peak := peak_bytes(training)) is not None:
         yield Fact("training", "peak memory", format_bytes(peak), "more")
     if training.ema is not None:
-        weights = f"decay {training.ema:g}, exported to model-ema.safetensors"
+        weights = f"decay {training.ema:g}, exported to {AVERAGED_WEIGHTS}"
         yield Fact("training", "averaged", weights, "more")
     yield Fact("training", "resumed from", training.resumed_from or "", "more")
     yield Fact("training", "checkpoint", training.checkpoint or "", "more")

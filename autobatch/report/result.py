@@ -20,17 +20,14 @@ from autobatch.core.records import (
     Record,
     Recorded,
     RunRecord,
-    StepRecord,
     Training,
 )
+from autobatch.core.run_files import METRICS, RESULT, read_steps
 from autobatch.core.text import LONGEST_VALUE, error_text, printable, printable_lines
 from autobatch.core.version import __version__
 from autobatch.report.facts import final_facts
 from autobatch.report.tables import estimate_lines
-from autobatch.report.words import plural
 
-RESULT = "result.json"
-"""File with the records of a run, in its folder."""
 NOT_IN_JSON = ("model", "metrics", "notes")
 HEAD: dict[str, Any] = {"schema": SCHEMA, "autobatch": __version__}
 """Beginning of every object that ``--json`` prints."""
@@ -162,26 +159,17 @@ def load_run(folder: Path) -> RunRecord:
     """Read the folder of a run.
 
     Args:
-        folder: contains ``result.json`` and, after training, ``metrics.jsonl``. Unreadable rows of metrics,
-            such as the last row of a killed run, are left out, and a note states their number.
+        folder: contains ``result.json`` and, after training, ``metrics.jsonl``.
 
     Raises:
         InputError: ``result.json`` is missing or is not the result of a run, or metrics cannot be read.
     """
-    rows, unreadable = [], 0
     try:
         content = msgspec.convert(read_json(folder / RESULT), dict[str, Any])
-        metrics = folder / "metrics.jsonl"
-        for line in metrics.read_bytes().splitlines() if metrics.exists() else []:
-            try:
-                rows.append(msgspec.json.decode(line, type=StepRecord))
-            except UNREADABLE:
-                unreadable += bool(line.strip())
+        metrics = [record for _, record in read_steps(folder / METRICS)]
         known = {name: value for name, value in content.items() if value is not None}
         versions = {"autobatch": known["autobatch"]} if "autobatch" in known else {}
         defaults = {"title": folder.resolve().name, "versions": versions}
-        run = msgspec.convert(defaults | known | {"metrics": rows}, RunRecord)
+        return msgspec.convert(defaults | known | {"metrics": metrics}, RunRecord)
     except (InputError, OSError, AttributeError, *UNREADABLE) as error:
         raise InputError(f"{folder} is not the folder of a run: {error_text(error)}") from error
-    left_out = f"left out {plural(unreadable, 'unreadable line')} of metrics.jsonl"
-    return msgspec.structs.replace(run, notes=[*run.notes, *[left_out][:unreadable]])

@@ -42,7 +42,7 @@ def open_loop(
     plan: Plan,
     options: Options,
     sampler: GlobalBatchSampler,
-    ranks: Ranks | None = None,
+    ranks: Ranks,
     *,
     sample_seeds: bool = False,
     note: Callable[[str], None] = lambda _: None,
@@ -52,7 +52,7 @@ def open_loop(
     Raises:
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
-    ranks, device = ranks or Ranks(), setup.device
+    device = setup.device
     split = split_of(plan, setup.worst_case.sizes, rank=ranks.rank, world=ranks.world)
     workload = setup.workload
     workers = options.workers

@@ -121,7 +121,7 @@ def save_checkpoint(
             sync_directory(temporary)
             temporary.rename(target)
             sync_directory(folder)
-        older = [path for path in list_checkpoints(folder) if _number(path) <= step]
+        older = [path for path in list_checkpoints(folder) if step_of(path) <= step]
         for path in older[:-keep_last]:
             # Each is renamed first, so none is ever incomplete. One that cannot be deleted now (permissions)
             # is tried again after the next checkpoint.
@@ -189,7 +189,7 @@ def _as_checkpoint_error(target: Path) -> Iterator[None]:
         if not isinstance(cause, OSError) or isinstance(error, AutobatchError):
             raise
         raise CheckpointError(
-            f"the checkpoint of step {_number(target)} could not be written to {target.parent}: "
+            f"the checkpoint of step {step_of(target)} could not be written to {target.parent}: "
             f"{cause.strerror or cause}. Free some space there; no earlier checkpoint is lost"
         ) from error
 
@@ -197,7 +197,7 @@ def _as_checkpoint_error(target: Path) -> Iterator[None]:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return all published checkpoints, valid or not, oldest first."""
     names = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in names if _NAME.fullmatch(path.name)), key=_number)
+    return sorted((path for path in names if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def begin_after(folder: Path, step: int) -> None:
@@ -210,12 +210,13 @@ def begin_after(folder: Path, step: int) -> None:
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
     for path in list_checkpoints(folder):
-        if _number(path) > step:
+        if step_of(path) > step:
             names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
             path.rename(next(name for name in names if not name.exists()))
 
 
-def _number(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Return the step that names a checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -251,7 +252,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(content)
         del manifest["sha256"]
         schema, is_same = manifest["schema"], _sealed(manifest) == content
-        is_same = is_same and manifest["step"] == _number(path)
+        is_same = is_same and manifest["step"] == step_of(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if is_oom(error):
             raise

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError
 from autobatch.core.files import replaced_file
+from autobatch.core.run_files import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.core.text import error_text
 from autobatch.distributed.engine import Whole
 from autobatch.step.train_state import TrainState
-from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 
 METADATA = {"format": "pt"}
 """Written into every file; transformers reads only files whose format it knows. A second entry would make the
 bytes of a file differ from run to run, because safetensors writes them in any order."""
 
 
-def export_weights(train_state: TrainState, folder: Path, engine: Whole | None = None) -> None:
+def export_weights(train_state: TrainState, folder: Path, engine: Whole) -> None:
     """Write the weights as safetensors, and their averages if there are any.
 
     All ranks call it, and rank 0 writes. Of tied weights a file has one, and its metadata name the others
@@ -30,7 +30,6 @@ def export_weights(train_state: TrainState, folder: Path, engine: Whole | None =
     Raises:
         CheckpointError: a file cannot be written, or safetensors cannot hold a part of the state dict.
     """
-    engine = engine or Whole()
     _export(train_state.model, folder / WEIGHTS, engine)
     if train_state.average is not None:
         with train_state.averaged():

@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from autobatch.core.errors import CheckpointError
-from autobatch.core.files import UNREADABLE, write_atomic
+from autobatch.core.files import write_atomic
 from autobatch.core.records import StepRecord, Training
+from autobatch.core.run_files import read_steps
 from autobatch.core.text import error_text
 
 FLUSH_INTERVAL_S = 0.2
@@ -122,7 +123,7 @@ class Metrics:
 def rewind_metrics(path: Path, *, batches_seen: int) -> int:
     """Drop the lines of batches that a resumed run trains again, and return the last step that had a line."""
     logged, kept = 0, bytearray()
-    for line, record in _records(path):
+    for line, record in read_steps(path):
         logged = max(logged, record.step)
         if record.step <= batches_seen:
             kept += line + b"\n"
@@ -134,7 +135,7 @@ def rewind_metrics(path: Path, *, batches_seen: int) -> int:
 def totals_of(path: Path) -> dict[str, Any]:
     """Return what the lines of a run add up to, by the fields of `Training`."""
     totals: dict[str, Any] = {"first_loss": None, "final_loss": None, "skipped_steps": 0, "seconds": 0.0}
-    for _, record in _records(path):
+    for _, record in read_steps(path):
         totals["skipped_steps"] += not record.applied
         totals["seconds"] += record.seconds
         if record.loss is not None:
@@ -144,10 +145,3 @@ def totals_of(path: Path) -> dict[str, Any]:
             if (peak := getattr(record, name)) is not None:
                 totals[name] = max(peak, totals.get(name, 0))
     return totals
-
-
-def _records(path: Path) -> Iterator[tuple[bytes, StepRecord]]:
-    """Yield the lines of a file of metrics and their records; leave out what a killed run wrote in part."""
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with suppress(*UNREADABLE):
-            yield line, msgspec.json.decode(line, type=StepRecord)

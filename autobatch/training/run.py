@@ -27,6 +27,7 @@ from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Positive, StepRecord, Training
+from autobatch.core.run_files import METRICS
 from autobatch.core.signals import counts_as, stop_on_signals
 from autobatch.core.version import versions
 from autobatch.device.oom import first_line, memory_named
@@ -41,12 +42,13 @@ from autobatch.training.checkpoint import (
     check_savable,
     list_checkpoints,
     save_checkpoint,
+    step_of,
 )
 from autobatch.training.export import export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import Metrics, Sink, Until, rewind_metrics, totals_of
 from autobatch.training.resume import capture_loop, restore_loop, run_facts
-from autobatch.training.run_folder import CHECKPOINTS, METRICS, OOM_FILE
+from autobatch.training.run_folder import CHECKPOINTS, OOM_FILE
 from autobatch.training.trackers import open_trackers
 from autobatch.training.validation import Validator
 from autobatch.workload.order import GlobalBatchSampler
@@ -339,7 +341,7 @@ class _Run:
             DoesNotFitError: memory ran out. The state of the run, and earlier checkpoints, are intact.
         """
         loop, run, ranks = self._loop, self._run, self._loop.engine.ranks
-        if self._newest is not None and self._newest.name == f"step-{loop.batches_seen:08d}":
+        if self._newest is not None and step_of(self._newest) == loop.batches_seen:
             return
         self._progress.doing("saving a checkpoint")
         # After a power cut, the disk has a line for every step of the checkpoint.

@@ -12,6 +12,7 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from autobatch.core.errors import InputError
+from autobatch.core.run_files import AVERAGED_WEIGHTS, METRICS, REPORT, RESULT, WEIGHTS
 from autobatch.training.trackers import TENSORBOARD, TRACKERS
 
 RUNS = Path("runs")
@@ -19,12 +20,6 @@ LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 OOM_FILE = "oom.json"
 """Left by a run that ended out of memory: the largest ``micro_batch`` to resume with."""
-METRICS = "metrics.jsonl"
-WEIGHTS = "model.safetensors"
-AVERAGED_WEIGHTS = "model-ema.safetensors"
-"""The averages in place of the weights, with the buffers of the model."""
-RESULT = "result.json"
-REPORT = "report.html"
 
 
 def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:

@@ -15,6 +15,7 @@ from autobatch import InputError
 from autobatch.cli.output import describe_failure
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device
+from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
 from autobatch.training.build import open_loop
 from autobatch.workload.order import GlobalBatchSampler
@@ -79,7 +80,7 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
     asked = as_options("fit", target_batch=7, steps=1)
     sampler = GlobalBatchSampler(samples=64, target_batch=7, seed=0, steps=1)
-    with open_loop(setup, plan, asked, sampler) as loop:
+    with open_loop(setup, plan, asked, sampler, Ranks()) as loop:
         stats = loop.meter.stats()
     assert stats.peak_allocated_bytes > stats.allocated_bytes
     assert stats.reserved_bytes == 2 * MiB  # the segment of small blocks, which holds the model
