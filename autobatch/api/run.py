@@ -14,7 +14,7 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import clean_unfinished
-from autobatch.core.options import Options
+from autobatch.core.options import Options, spelled
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan
 from autobatch.core.text import error_text
@@ -145,9 +145,7 @@ def agree_on_options(run: Run) -> None:
         )
     common = {name: value for name, value in options.by_name().items() if name not in OWN_OPTIONS}
     run.settle(device=run.ranks.device(options.device))
-    run.ranks.check_equal(
-        {f"--{name.replace('_', '-')}": value for name, value in common.items()} | versions()
-    )
+    run.ranks.check_equal({spelled(name): value for name, value in common.items()} | versions())
 
 
 def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded | None = None) -> None:

@@ -25,6 +25,7 @@ from autobatch.core.options import (
     all_fields,
     fields_of,
     options_from,
+    spelled,
     unknown_option,
 )
 from autobatch.core.text import quoted
@@ -137,11 +138,6 @@ def _check_place(place: object, label: str) -> None:
 
 def _is_value(word: str) -> bool:
     return word == "-" or not word.startswith("-")
-
-
-def spelled(option: str) -> str:
-    """Return an option as the command line has it: ``--target-batch``."""
-    return f"--{option.replace('_', '-')}"
 
 
 def _read_file() -> tuple[Path, dict[str, Any]]:

@@ -398,6 +398,11 @@ def refuse(options: Options, names: Iterable[str], why: str) -> None:
         raise InputError(f"{', '.join(f'--{name} {getattr(options, name)}' for name in given)}: {why}")
 
 
+def spelled(option: str) -> str:
+    """Return an option as the command line has it: ``--target-batch``."""
+    return f"--{option.replace('_', '-')}"
+
+
 def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> str:
     """Return the message about an option that does not exist, with what replaced it or was probably meant.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autobatch.core.options import all_fields
+from autobatch.core.options import all_fields, spelled
 from autobatch.core.records import RunRecord
 from autobatch.report.facts import facts_of
 from autobatch.report.words import moment
@@ -26,11 +26,7 @@ def compare_runs(runs: Sequence[RunRecord]) -> tuple[Rows, Rows]:
                 "workload": run.title or "",
                 **{fact.label: fact.text for fact in facts if fact.part == "device"},
                 **run.versions,
-                **{
-                    f"--{name.replace('_', '-')}": str(options[name])
-                    for name in options
-                    if name not in hidden
-                },
+                **{spelled(name): str(options[name]) for name in options if name not in hidden},
             }
         )
         known = {fact.label: fact.text for fact in facts if fact.part != "device"}
