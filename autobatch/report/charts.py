@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from autobatch.core.records import MemoryCurve, RunRecord, StepRecord
-from autobatch.core.text import error_text
 from autobatch.core.units import GiB, KiB, MiB, TiB, format_bytes
 from autobatch.report.facts import is_probed_configuration
 from autobatch.report.words import count
@@ -75,7 +74,6 @@ class Picture(NamedTuple):
 
     slug: str
     svg: str
-    """The drawing; a sentence in its place if it cannot be drawn."""
     note: str
     """Text below the chart."""
 
@@ -231,8 +229,6 @@ def _plot(axes: Axes, curves: Curves) -> None:
 def draw(slug: str, title: str, paint: Callable[[Figure], None], *, height: int, note: str = "") -> Picture:
     """Draw a picture.
 
-    If matplotlib cannot draw it, for example because a loss is 1e308, a sentence is in its place.
-
     Args:
         slug: name of the picture, unique on its page.
         title: title for screen readers.
@@ -240,21 +236,15 @@ def draw(slug: str, title: str, paint: Callable[[Figure], None], *, height: int,
         height: pixels without the legend.
         note: text below the picture.
     """
-    try:
-        label = escape(f"{title}. {note}")
-        head = f'<svg role="img" aria-label="{label}" style="max-width:100%;height:auto" '
-        return Picture(slug, _svg(slug, paint, height).replace("<svg ", head, 1), note)
-    except Exception as error:
-        reason = escape(f"{type(error).__name__}: {error_text(error)}")
-        words = f"<p>The figure of {escape(title)} is left out, it cannot be drawn ({reason}).</p>"
-        return Picture(slug, words, note)
+    label = escape(f"{title}. {note}")
+    head = f'<svg role="img" aria-label="{label}" style="max-width:100%;height:auto" '
+    return Picture(slug, _svg(slug, paint, height).replace("<svg ", head, 1), note)
 
 
 def _svg(slug: str, paint: Callable[[Figure], None], height: int) -> str:
     """Return what matplotlib draws, without ids that nothing refers to; the others depend on the slug."""
     with mpl.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph .* missing|.*[Ff]ont family")  # the browser has the font
-        warnings.filterwarnings("ignore", category=RuntimeWarning)  # overflow in figures of 1e308
         mpl.rcdefaults()  # the user's matplotlibrc must not change the report
         mpl.rcParams.update(STYLE | {"svg.hashsalt": slug})
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
