@@ -14,7 +14,7 @@ from autobatch import InputError
 from tests.support.probes import Listener, mlp, work
 from tests.support.ragged import ragged_workload
 from tests.support.step_workloads import transformer
-from tests.support.training import language_model, make_workload
+from tests.support.training import make_workload
 
 CPU: dict[str, Any] = {"device": "cpu", "memory_budget": "2MiB"}
 
@@ -67,25 +67,12 @@ def test_a_plan_is_for_the_ranks_that_were_asked_for_or_launched(
         assert (found.probe.micro_batch, found.probe.limited_by) == (2, "target_batch")
 
 
-def mean_of_all(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch[0]).mean()
-
-
 @pytest.mark.parametrize(
     ("workload", "options", "said"),
     [
         (work, {"lr_rule": "linear"}, "base_batch"),
         (lambda: work(lambda: nn.Sequential(nn.LazyLinear(4))), {}, r"^0\.weight of the model has no shape"),
-        (
-            ragged_workload,
-            {"world_size": 2, "split": "size"},
-            "--split size needs the sizes of all samples",
-        ),
-        (
-            lambda: ragged_workload(loss=mean_of_all, model=language_model),
-            {"split": "size"},
-            "--split size is not possible",
-        ),
+        (ragged_workload, {"world_size": 2, "split": "size"}, "--split size needs the sizes of all samples"),
     ],
 )
 def test_a_plan_that_cannot_be_right_is_refused(workload: Any, options: dict[str, Any], said: str) -> None:

@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from autobatch.core.units import GiB, MiB
 from autobatch.device.profiles import load_profile, read_profile
-from benchmarks.gpu import claims, keep
+from benchmarks.gpu import keep
 from benchmarks.gpu.__main__ import measure
 from benchmarks.gpu.work import BEGUN, CUT, DONE, FAILED, FILE, LOST, Journal, Unit, work
 
@@ -67,30 +66,6 @@ def test_the_unit_in_which_a_process_died_or_hung_is_told(tmp_path, code, status
     journal = Journal(tmp_path)
     assert measure([sys.executable, "-c", code, str(tmp_path)], journal, time.time() + 60) is True
     assert journal.rows()[-1] == {"call": 1, "unit": "a/1", "status": status, "error": error}
-
-
-def test_a_process_that_dies_before_its_first_unit_is_not_started_again(tmp_path):
-    command = [sys.executable, "-c", "raise SystemExit(1)"]
-    assert measure(command, Journal(tmp_path), time.time() + 60) is False
-
-
-def test_a_table_by_hand():
-    limit = {"exact": True, "runs": 3, "errors": 1}
-    replay = {"allocations": 7, "same": 6, "peak_bytes": 5, "model_peak_bytes": 5}
-    found = {
-        "facts/versions": {"gpu": "A", "torch": "2", "cuda": "13"},
-        "limit/a": limit,
-        "limit/b": limit | {"exact": False, "runs": 5},
-        "record/a": {"replays": [replay, replay]},
-        "facts/context": {"first": GiB, "last": GiB + 65 * MiB},
-    }
-    rows = {unit: {"status": DONE, "found": row} for unit, row in found.items()}
-    text = claims.table(rows | {"speed/a": {"status": FAILED, "error": "RuntimeError: no"}})
-    assert text.startswith("A, torch 2, CUDA 13\n")
-    assert "1 of 2 exact; 4 runs and 1 errors in the median, 5 and 1 at most" in text
-    assert "12 of 14 blocks at their address, 2 of 2 reserved peaks equal" in text
-    assert "1.00 GiB, then 65.0 MiB more" in text
-    assert "- speed/a: RuntimeError: no" in text
 
 
 def test_measured_figures_enter_a_profile(tmp_path):

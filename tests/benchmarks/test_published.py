@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,13 +23,6 @@ def test_a_block_at_another_address_and_another_peak_are_seen() -> None:
     assert (found.same, found.agrees) == (found.allocations - 1, False)
     first = next(at for at, row in enumerate(rows) if row[0] == "new")
     assert not replayed([*rows[:first], ("new", 1 << 45, 4 << 30), *rows[first:]]).agrees
-
-
-def test_the_command_prints_the_sum_and_fails_if_the_model_differs(monkeypatch, capsys) -> None:
-    file = str(RECORDINGS / "context-150-forward.csv.gz")
-    monkeypatch.setattr(sys, "argv", ["published", "recordings", file])
-    assert published.main() == 0
-    assert "| 1 recordings |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("taken", [0, 1])
@@ -55,13 +46,3 @@ def test_a_limit_is_judged_by_the_nearest_end_of_its_bracket() -> None:
     for failed, size, ratio in (("128", 95, 95 / 96), ("128", 96, 1), ("128", 127, 1), ("128", 160, 1.25)):
         assert math.isclose(published.off({"ran": "96", "failed": failed}, size), ratio)
     assert published.off({"ran": "96", "failed": ""}, 999) == 1
-
-
-def test_rows_that_the_results_have_are_not_predicted_again(tmp_path: Path) -> None:
-    asked = published.read(published.DATA / "litgpt.csv")[0]
-    known = {**asked, "predicted_bytes": "1", "fits": "True"}
-    with (tmp_path / "results.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, known)
-        writer.writeheader()
-        writer.writerow(known)
-    assert [*published.predicted([asked], tmp_path / "results.csv", dict)] == [known]

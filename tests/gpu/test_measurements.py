@@ -11,7 +11,6 @@ import pytest
 from benchmarks.gpu import keep
 from benchmarks.gpu.__main__ import measure
 from benchmarks.gpu.recordings import SIZES, record
-from benchmarks.gpu.units import units_of
 from benchmarks.gpu.work import DONE, Journal
 from benchmarks.published.recordings import read_any, replays_of
 
@@ -41,8 +40,3 @@ def test_facts_and_commands_are_measured_and_kept(tmp_path: Path) -> None:
     assert found["fit/resume"]["equal"]
     assert keep.keep(tmp_path, tmp_path / "kept", tmp_path, None) == 0
     assert [*(tmp_path / "kept").rglob("gpt-4.csv.gz")]
-
-
-def test_every_unit_has_its_own_name_and_room(tmp_path: Path) -> None:
-    names = [unit.name for unit in units_of(tmp_path)]
-    assert len(set(names)) == len(names)

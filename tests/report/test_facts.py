@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch.core.records import RunRecord, SizeCut, Trial, Tuning
+from autobatch.core.records import RunRecord, SizeCut, Tuning
 from autobatch.planning import make_plan
-from autobatch.report import words
-from autobatch.report.facts import describe_trial, facts_of, final_facts
+from autobatch.report.facts import facts_of, final_facts
 from tests.support.sample_run import a_device, a_run, some_rates
 
 
@@ -35,7 +34,6 @@ RUNS: dict[str, tuple[RunRecord, str]] = {
         probed(multiple=8),
         "93 samples at a time in 6.00 GiB; 101 ran",
     ),
-    "a limit that a replay has shown": (probed(upper_bound_by="replay"), "94 do not (6 test runs)"),
     "a saved limit": (
         probed(source="saved 2026-11-02", upper_bound_by="replay"),
         "94 do not (saved on 2026-11-02, confirmed by one run)",
@@ -68,15 +66,3 @@ def test_a_limit_of_another_configuration_is_not_shown_beside_the_plan() -> None
     plan = make_plan(target_batch=1024, micro_batch_limit=342, learning_rate=0.1, precision="bf16")
     run = msgspec.structs.replace(changed("probe", precision="fp32"), plan=plan)
     assert final_facts(run)[0].text == "342 samples at a time in 6.00 GiB as tuned, 93 before"
-
-
-def test_trials_numbers_and_choices_in_words() -> None:
-    slower = Trial(number=1, samples_per_s=1234.5, relative=0.98)
-    assert describe_trial(slower, {"precision": "bf16"}) == "bf16: 0.98 × the default"
-    assert describe_trial(slower, {}) == "default: 1,234 samples/s"
-    assert [*map(words.decimal, (None, 0.00012345, 123456.7))] == ["unknown", "0.0001234", "123,457"]
-    held_out = {"loss": None, "accuracy": 0.9722, "f1": 0.1017}
-    assert words.metrics_in_words(held_out) == ["accuracy 97.22 %", "f1 0.1017", "loss not finite"]
-    assert [words.loss_in_words(loss) for loss in (0.10166, -2e30)] == ["0.1017", "-2e+30"]
-    chosen = {"precision": "bf16", "channels_last": True, "micro_batch_shift": 2}
-    assert words.knobs_in_words(chosen) == "bf16, channels-last, micro-batch ÷ 4"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from autobatch import InputError
-from autobatch.cli.output import describe_failure
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.distributed.ranks import Ranks
@@ -20,30 +17,7 @@ from autobatch.planning import make_plan
 from autobatch.training.build import open_loop
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.options import as_options
-from tests.support.runs import fit
-from tests.support.training import Rows, make_loop, make_setup, make_workload, points
-
-
-@pytest.mark.parametrize(
-    ("field", "function"),
-    [
-        ("loss", lambda model, batch: None),
-        ("loss", lambda model: None),
-        ("model", lambda: 3),
-        ("optimizer", lambda params, learning_rate: params),
-        ("schedule", lambda optimizer, steps: None),
-        ("metrics", lambda model, batch: 3),
-        ("counts", lambda batch: "none"),
-    ],
-)
-def test_a_wrong_result_of_a_function_is_refused_with_its_line(
-    field: str, function: Any, tmp_path: Path
-) -> None:
-    workload = make_workload(**{"validation_data": points(), field: function})
-    with pytest.raises((InputError, TypeError)) as caught:
-        fit(workload, tmp_path, target_batch=7, steps=3, max_micro_batch=3)
-    place = f"{__file__}:{function.__code__.co_firstlineno}"
-    assert f"the workload's {field} ({place})" in str(describe_failure(caught.value))
+from tests.support.training import Rows, make_loop, make_setup, make_workload
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from autobatch import CheckpointError, Progress, StepRecord, Training
+from autobatch import CheckpointError, Progress, StepRecord
 from autobatch.training.metrics import Metrics, totals_of
 from autobatch.training.run import train
 from tests.support.runs import fit, keep_only, open_loop, resume, settings
@@ -68,25 +69,12 @@ def test_lines_after_the_resume_and_broken_lines_are_dropped(tmp_path: Path) -> 
     assert (done.samples, done.skipped_steps) == (42, 0)
 
 
-class Kept:
-    """A sink that keeps what it receives."""
-
-    def __init__(self) -> None:
-        self.seen: list[object] = []
-
-    def step(self, record: StepRecord) -> None:
-        self.seen.append(record.step)
-
-    def end(self, training: Training) -> None:
-        self.seen.append(training)
-
-    def close(self) -> None:
-        self.seen.append("closed")
-
-
 def test_a_run_hands_its_records_to_a_sink(tmp_path: Path) -> None:
-    kept = Kept()
+    seen: list[object] = []
+    sink = SimpleNamespace(
+        step=lambda record: seen.append(record.step), end=seen.append, close=lambda: seen.append("closed")
+    )
     workload = make_workload(train_data=points(24), validation_data=points(8))
-    result, _ = fit(workload, tmp_path, target_batch=8, steps=3, sinks=[kept])
-    assert kept.seen == [1, 2, 3, result.training, "closed"]
+    result, _ = fit(workload, tmp_path, target_batch=8, steps=3, sinks=[sink])
+    assert seen == [1, 2, 3, result.training, "closed"]
     assert result.training.validation

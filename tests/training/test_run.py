@@ -16,7 +16,6 @@ from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.profiles import load_profile
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
-from tests.support.probes import Listener
 from tests.support.runs import STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
 from tests.support.training import (
     Augmented,
@@ -59,14 +58,6 @@ def test_a_run_that_ends_out_of_memory_before_the_optimizer_step_writes_the_stat
         if record.step == after:
             straight.micro_batch = then
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
-
-
-def test_a_run_that_its_launcher_starts_over_is_told_of_no_resume(tmp_path: Path) -> None:
-    """It failed before its first checkpoint, and its metrics are still there."""
-    heard = Listener()
-    for _ in range(2):
-        train(open_loop(plain(), target_batch=8, micro_batch=4), settings(tmp_path), heard)
-    assert heard.notes == []
 
 
 class Table(torch.nn.Linear):
