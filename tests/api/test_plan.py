@@ -80,12 +80,9 @@ def test_a_plan_that_cannot_be_right_is_refused(workload: Any, options: dict[str
         plan(workload(), 24, **options)
 
 
-def test_a_plan_by_size_has_its_rule_and_says_what_it_saves() -> None:
-    found, notes = plan(ragged_workload(), 24, split="size")
-    assert (found.split, found.size_cut.micro_batch) == ("size", min(found.probe.micro_batch, 24))
-    assert any("times its real size" in line for line in notes)
+def test_a_plan_for_the_ranks_of_another_loop_is_by_count() -> None:
     found, _ = plan(ragged_workload(), 24, world_size=2)
-    assert (found.split, found.size_cut) == ("count", None), "a plan for the ranks of another loop"
+    assert (found.split, found.size_cut) == ("count", None)
 
 
 def test_a_resume_with_another_type_of_gradients_plans_again(tmp_path: Path) -> None:

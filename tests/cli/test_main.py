@@ -45,6 +45,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("probe", "train.py", *COMMAND), "'train.py'"),
     (("probe", "--seconds", "0", *COMMAND), "--seconds"),
     (("probe", "--memory-budget", "-1GiB"), "found '-1GiB'"),
+    (("probe", "--"), "takes a command after --, found none"),
     (("estimate", "nowhere.py"), "there is no file nowhere.py"),
     (
         ("estimate", "a:b", "--snapshot", "8.pickle"),

@@ -68,12 +68,6 @@ def test_a_fit_has_the_weights_of_the_cpu(on_gpu, tmp_path: Path) -> None:
     assert all(apart(found[name], expected[name]) < 1e-3 for name in expected), "a step moves them by 0.1"
 
 
-def test_tune(on_gpu) -> None:
-    tuned = on_gpu("tune", "train.py", *WITHIN, "--target-batch", 512, "--trials", 1, "--json")
-    assert sum(tuned.json["plan"]["micro_batches"]) == 512
-    assert tuned.json["tuning"]["trials"] == 1
-
-
 def test_nothing_fits_says_where_the_memory_goes(on_gpu) -> None:
     done = on_gpu("probe", "train.py", "--device", "cuda", "--memory-budget", "24MiB", codes=(3,))
     assert "24.0 MiB" in done.err

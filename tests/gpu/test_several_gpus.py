@@ -14,6 +14,7 @@ TRAIN = (*WITHIN, "--split-check", "off", "--target-batch", 1024, "--steps", 2, 
 def test_a_command_opens_contexts_on_its_gpu_alone(on_gpu, contexts) -> None:
     done = on_gpu("fit", *TRAIN, "--trials", 1, "--device", "cuda:1", gpus=2)
     assert done.json["device"]["other_processes_bytes"] == 0
+    assert done.json["tuning"]["trials"] == 1
     assert contexts()
     assert all(gpus == {1} for gpus in contexts().values())
 

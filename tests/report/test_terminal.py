@@ -103,10 +103,9 @@ def test_an_estimate_has_what_would_help_and_where_memory_goes(
 ) -> None:
     remedy = Remedy(name="bf16", advice="--precision bf16", micro_batch=128, peak_bytes=1 << 30)
     none = an_estimate(profile="old", fits=False, micro_batch=0, plan=None, remedies=[remedy])
-    exact = an_estimate(profile="new", micro_batch_low=90, micro_batch_high=90)
-    both = Estimates(estimates=[exact, none])
+    both = Estimates(estimates=[an_estimate(profile="new"), none])
     rows = [line.split() for line in shown(("estimated", both), quiet=True).splitlines()]
-    assert ["new", "22.0", "GiB", "90", "21.0", "GiB", "bf16", "12"] in rows, "no interval"
+    assert any(row[:6] == ["new", "22.0", "GiB", "90", "86", "to"] for row in rows)
     assert any(row[:6] == ["old", "22.0", "GiB", "does", "not", "fit"] for row in rows)
     assert ["128", "--precision", "bf16", "(peak", "1.00", "GiB)"] in rows
     monkeypatch.setenv("COLUMNS", "40")

@@ -6,20 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy
 
-from autobatch import WholeBatchLoss
 from autobatch.planning import make_plan
 from autobatch.training.split_check import examine_run
 from tests.support.ragged import pad
 from tests.support.steps import weighted, whole_weighted
 from tests.support.training import (
     IGNORED,
-    Augmented,
     Rows,
     language_model,
     make_setup,
-    network,
     points,
     token_loss,
     whole_tokens,
@@ -68,26 +65,6 @@ def rare_class() -> Rows:
     return Rows(data.columns[0], labels)
 
 
-class Views(Augmented):
-    """Two augmented views of each point."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return super().__getitem__(index)[0], super().__getitem__(index)[0]
-
-
-def info_nce(_, rows):
-    one, other = normalize(rows[0]), normalize(rows[1])
-    return cross_entropy(one @ other.T * 5, torch.arange(len(one)))
-
-
-def both_views(model, batch):
-    return model(batch[0]), model(batch[1])
-
-
-def contrast(model, batch):
-    return info_nce(model, both_views(model, batch))
-
-
 def noisy_mean(model, batch):
     """Return the mean error beside noise, as a diffusion model has it."""
     noise = torch.rand(batch[0].shape, dtype=batch[0].dtype)
@@ -102,15 +79,10 @@ def noisy_sum(model, batch):
 TEXTS = Rows(torch.randint(1, 7, (200, 12), generator=torch.Generator().manual_seed(3)))
 MASKED: dict[str, Any] = {"model": language_model, "train_data": TEXTS, "collate": mask_tokens}
 SHORT: dict[str, Any] = {"model": language_model, "train_data": few_short_texts(), "collate": pad}
-VIEWS: dict[str, Any] = {
-    "train_data": Views(points(60, dtype=torch.float32).columns[0]),
-    "model": lambda: network(torch.float32),
-}
 PAIRS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "masked tokens": (MASKED, popping(whole_tokens), popping(token_loss)),
     "class weights": ({"train_data": rare_class()}, whole_weighted, weighted),
     "few short texts": (SHORT, whole_tokens, token_loss),
-    "augmented views": (VIEWS, contrast, WholeBatchLoss(represent=both_views, loss=info_nce)),
     "a sum with noise": ({}, noisy_sum, noisy_mean),
 }
 """Fields of a workload, its wrong loss and its right loss."""
