@@ -80,6 +80,11 @@ COMMON_CODES = (2, 3, 130, 143)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this process
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, "w"))
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal cannot show must not end a run.
         cast("TextIOWrapper", stream).reconfigure(errors="replace")
