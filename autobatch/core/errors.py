@@ -36,10 +36,6 @@ class UserCodeError(InputError):
     """Exception out of the user's own code, as one line; the traceback is in its notes."""
 
 
-class NoGradientError(InputError):
-    """The loss of a batch gives no gradient to any trained parameter."""
-
-
 class DoesNotFitError(AutobatchError, RuntimeError):
     """Not even a micro-batch of 1 fits; the message says what uses the memory and what would help."""
 

@@ -13,21 +13,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from autobatch.core.errors import InputError, NoGradientError
+from autobatch.core.errors import InputError
 from autobatch.core.records import Attempt
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.oom import is_below_budget
-from autobatch.rehearsal.rehearsal import Batch, Rehearsal, on_copies, rehearse
+from autobatch.rehearsal.rehearsal import Batch, rehearse
 from autobatch.rehearsal.setup import Setup
-from autobatch.step.loss import terms_of
-from autobatch.step.train_state import precision_context
 from autobatch.step.train_step import StepResult
 from autobatch.step.whole_batch import batch_samples
-from autobatch.workload.contract import Loss, WholeBatchLoss
-from autobatch.workload.data import load_micro_batch
-from autobatch.workload.nested import to_device
-from autobatch.workload.rng import preserved_random_state
-from autobatch.workload.user_code import user_code
 
 ATTEMPT_STEPS = (1, 2, 2)
 """Micro-batches of each step of an attempt. Adam's state appears in the first step, and ``.grad`` is resident
@@ -37,9 +30,6 @@ OTHER_ATTEMPT_STEPS = (2, 2, 1)
 of several micro-batches fragments the memory in another way, so that a size may fit in one order only."""
 NEAR_THE_LIMIT = 0.75
 """Share of the budget above which an attempt is repeated in the other order."""
-
-LOOK_SECONDS = 5.0
-"""Longest search for a sample that the loss trains on."""
 
 
 class Outcome(NamedTuple):
@@ -75,16 +65,12 @@ def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
     """Run the steps of an attempt; ``steps`` counts the micro-batches of each."""
     start = setup.clock()
     batches = (_costliest(setup, micro_batch, count) for count in steps)
-    rehearsal, untrained = Rehearsal(), None
-    try:
-        rehearsal = rehearse(setup, batches, within_budget=True, is_smallest=micro_batch == 1)
-    except NoGradientError as error:
-        untrained = error
-    counts_nothing = bool(rehearsal.steps) and not rehearsal.steps[0].result.count
-    if (untrained or counts_nothing) and _put_trained_first(setup):
-        return _run_steps(setup, micro_batch, steps)
-    if untrained:
-        raise untrained
+    rehearsal = rehearse(setup, batches, within_budget=True, is_smallest=micro_batch == 1)
+    if rehearsal.steps and not rehearsal.steps[0].has_gradient:
+        raise InputError(
+            f"the loss trains on none of the {micro_batch} costliest samples: give Workload(size_of=…), with "
+            "which samples that it trains on come first"
+        )
     # Values of a shared model are not its own here.
     if rehearsal.steps and setup.sharding is None:
         _check_first(rehearsal.steps[0].result, micro_batch, is_scaled=setup.precision == "fp16")
@@ -111,32 +97,6 @@ def _costliest(setup: Setup, micro_batch: int, count: int) -> Batch:
     """Return a batch of ``count`` micro-batches of the most expensive samples."""
     costliest = ((setup.worst_case.batch(micro_batch), micro_batch) for _ in range(count))
     return Batch(costliest, count, batch_samples(setup.whole_batch, micro_batch, count))
-
-
-def _put_trained_first(setup: Setup) -> bool:
-    """Look for a sample that the loss trains on, and let all attempts begin with it.
-
-    A picture without an object may run only a part of the model, or nothing at all.
-
-    Returns:
-        False if there is none among those that were looked at, or if there is one already.
-    """
-    samples, loss, start = setup.worst_case, setup.workload.loss, setup.clock()
-    if samples.first is not None or isinstance(loss, WholeBatchLoss):
-        return False
-    with preserved_random_state(), setup.device.training() as meter, on_copies(setup, meter) as train_state:
-        for index in samples.order:
-            if setup.clock() - start > LOOK_SECONDS:
-                break
-            # Two, because BatchNorm refuses one.
-            batch = to_device(load_micro_batch(setup.workload, [index] * 2), setup.device.torch_device)
-            with precision_context(train_state.device, train_state.precision), user_code("loss"):
-                terms = terms_of(train_state.placement(loss, batch))
-            totals = (term.total if isinstance(term, Loss) else term for term in terms.values())
-            if any(total.requires_grad for total in totals):
-                samples.first = index
-                break
-    return samples.first is not None
 
 
 def _check_first(result: StepResult, micro_batch: int, *, is_scaled: bool) -> None:

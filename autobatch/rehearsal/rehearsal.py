@@ -52,6 +52,8 @@ class Step(NamedTuple):
     """Of a micro-batch: fetch, collate, forward and backward."""
     once_seconds: float
     """Once per step: check of the gradients, clipping, the optimizer."""
+    has_gradient: bool
+    """False if the loss trains on none of the samples."""
 
 
 class OutOfMemory(NamedTuple):
@@ -203,6 +205,7 @@ def _take_step(
         places=batch.places,
     )
     accumulated = now()
+    has_gradient = any(map(len, train_state.gradients.by_optimizer()))
     # ``placed`` is held here, and may keep the last micro-batch until the step ends.
     result = finish(train_state, totals, mark=mark)
-    return Step(result, (accumulated - start) / batch.count, now() - accumulated)
+    return Step(result, (accumulated - start) / batch.count, now() - accumulated, has_gradient)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from autobatch.core.errors import InputError, NoGradientError
+from autobatch.core.errors import InputError
 from autobatch.core.records import Record
 from autobatch.step.counts import check_count
 from autobatch.step.gradients import differentiate, is_readable, norm_of
@@ -173,7 +173,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         items = 0.0
     check_count(items, "the workload's loss")
     if items and not any(has_gradient):
-        raise NoGradientError(
+        raise InputError(
             "the loss gives no gradient to any parameter that the optimizer trains: build the optimizer from "
             "the parameters of this model, and compute the loss from its output, without detach() and "
             "torch.no_grad()"

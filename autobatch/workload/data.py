@@ -108,8 +108,6 @@ class WorstCaseSampler:
         self._data: Any = workload.train_data
         self._seed = seed
         self._clock = clock
-        self.first: int | None = None
-        """Sample that comes before all others, whatever it costs; None for the most expensive."""
 
     @cached_property
     def _costs(self) -> dict[int, float]:
@@ -194,8 +192,7 @@ class WorstCaseSampler:
 
     def batch(self, size: int) -> Collated:
         """Collate the ``size`` most expensive samples; repeat them if the data has fewer."""
-        order = self.order if self.first is None else [self.first, *self.order]
-        return load_micro_batch(self._workload, list(islice(cycle(order), size)))
+        return load_micro_batch(self._workload, list(islice(cycle(self.order), size)))
 
 
 def elements(sample: Any) -> int:
