@@ -73,7 +73,7 @@ def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
         )
     # Values of a shared model are not its own here.
     if rehearsal.steps and setup.sharding is None:
-        _check_first(rehearsal.steps[0].result, micro_batch, is_scaled=setup.precision == "fp16")
+        _check_first(rehearsal.steps[0].result, micro_batch)
     failure, stats = rehearsal.failure, rehearsal.stats
     reason = setup.device.refuses(stats) if failure is None else failure.reason
     held = stats.peak_allocated_bytes if stats.peak_reserved_bytes is None else stats.peak_reserved_bytes
@@ -99,11 +99,10 @@ def _costliest(setup: Setup, micro_batch: int, count: int) -> Batch:
     return Batch(costliest, count, batch_samples(setup.whole_batch, micro_batch, count))
 
 
-def _check_first(result: StepResult, micro_batch: int, *, is_scaled: bool) -> None:
+def _check_first(result: StepResult, micro_batch: int) -> None:
     """Raise if the loss or the gradient of the first step is not finite."""
     what = "loss" if not math.isfinite(result.loss) else "gradient"
-    # A scaled gradient may overflow in a sound run, which lowers its scale then.
-    if result.count and not result.applied and not (is_scaled and what == "gradient"):
+    if result.count and not result.applied:
         value = result.loss if what == "loss" else result.grad_norm
         raise InputError(
             f"the workload's {what} is {value} on its first micro-batch of {micro_batch} but must be finite: "
