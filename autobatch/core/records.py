@@ -117,14 +117,6 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """Largest micro-batch of the longest samples."""
     max_micro_batch: Positive
     """Largest micro-batch of samples of any size."""
-    padding_by_count: float = 1.0
-    """Padded ÷ real size of a split by count, a mean over batches of the run."""
-    padding: float = 1.0
-    """Padded ÷ real size of this split."""
-    steps_by_count: float = 1.0
-    """Micro-batches of a batch that is split by count."""
-    steps: float = 1.0
-    """Micro-batches of a batch in this split, a mean over batches of the run."""
     digest: str = ""
     """Digest of the sizes of all samples."""
 

@@ -154,12 +154,8 @@ def _plan_facts(plan: Plan) -> Iterator[Fact]:
         parts.append(rate if rule == "none" else rate + factor)
     yield Fact("plan", "plan", " · ".join(parts), "main")
     yield Fact("plan", "learning rate", plan.learning_rate_source, "more")
-    if (cut := plan.size_cut) is not None:
-        words = (
-            "each batch is sorted by size and cut where little is padding; its gradient stays the same. For "
-            f"each token or element of a sample, {cut.padding:.2f} are computed with the padding, and "
-            f"{cut.padding_by_count:.2f} if batches were split by count"
-        )
+    if plan.size_cut is not None:
+        words = "each batch is sorted by size and cut where little is padding; its gradient stays the same"
         yield Fact("plan", "padding", words, "more")
 
 
@@ -167,7 +163,7 @@ def describe_split(plan: Plan) -> str:
     """Describe the micro-batches of one rank: ``12 micro-batches (4 × 86, 8 × 85)``."""
     ranks = on_each_rank(plan.world_size, plan.parallel)
     if plan.size_cut is not None:
-        return f"about {plan.size_cut.steps:.1f} micro-batches, cut by size" + (ranks and f",{ranks}")
+        return f"micro-batches cut by size{ranks and f',{ranks}'}"
     sizes = plan.micro_batches
     words = plural(len(sizes), "micro-batch", "micro-batches")
     if len(set(sizes)) == 1:

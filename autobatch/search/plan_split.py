@@ -119,34 +119,25 @@ def _choose(
             max_micro_batch=cap,
             digest=sizes_digest(sizes),
         )
-        cut, gain = _with_expectations(cut, batches[:FIRST], sizes, plan.micro_batch)
-        if options.split == "auto" and gain < LEAST_GAIN:
-            return None, f"by size would save {max(0.0, 1 - 1 / gain):.0%}"
         split = SizeSplit(sizes=sizes, cut=cut)
+        gain = _gain(split, batches[:FIRST], plan.micro_batch)
+        saved = f"{max(0.0, 1 - 1 / gain):.0%}"
+        if options.split == "auto" and gain < LEAST_GAIN:
+            return None, f"by size would save {saved}"
         if run_batches(setup, batches, split, split.largest) is None:
-            padded = f"{cut.padding:.2f} times its real size in place of {cut.padding_by_count:.2f} times"
-            steps_saved = f"{cut.steps:.1f} micro-batches on average in place of {cut.steps_by_count:.0f}"
-            return cut, f"{steps_saved}, and a padded batch has {padded}"
+            return cut, f"about {saved} less to compute"
     return None, "no split by size survives the batches of the run"
 
 
-def _with_expectations(
-    cut: SizeCut, batches: Sequence[GlobalBatch], sizes: Sizes, micro_batch: int
-) -> tuple[SizeCut, float]:
-    """Fill in the padding and the steps of a cut, and return it with the cost by count ÷ its own."""
-    by_size = SizeSplit(sizes=sizes, cut=cut)
-    real = float(np.mean([sizes[batch.ids].sum() for batch in batches]))
-    padding, steps, areas = [], [], []
-    for split, limit in ((Split(), micro_batch), (by_size, by_size.largest)):
-        parts = [sizes[part.ids] for batch in batches for part in split.parts(batch, limit)]
-        padded = sum(len(own) * float(own.max()) for own in parts) / len(batches)
-        steps.append(len(parts) / len(batches))
-        padding.append(padded / real)
-        areas.append(padded + steps[-1] * by_size.fixed_area(by_size.largest))
-    known = msgspec.structs.replace(
-        cut, padding_by_count=padding[0], padding=padding[1], steps_by_count=steps[0], steps=steps[1]
-    )
-    return known, areas[0] / areas[1]
+def _gain(by_size: SizeSplit, batches: Sequence[GlobalBatch], micro_batch: int) -> float:
+    """Return the cost of batches that are split by count ÷ that of their split by size."""
+    fixed = by_size.fixed_area(by_size.largest)
+
+    def cost(split: Split, limit: int) -> float:
+        parts = (by_size.sizes[part.ids] for batch in batches for part in split.parts(batch, limit))
+        return sum(fixed + len(own) * float(own.max()) for own in parts)
+
+    return cost(Split(), micro_batch) / cost(by_size, by_size.largest)
 
 
 def read_sizes(setup: Setup) -> Sizes | None:

@@ -25,7 +25,7 @@ def probed(**changes: Any) -> RunRecord:
     return msgspec.structs.replace(run, plan=None, tuning=None, training=None, command=None)
 
 
-CUT = SizeCut(longest=512.0, micro_batch=4, max_micro_batch=1024, steps=8.9)
+CUT = SizeCut(longest=512.0, micro_batch=4, max_micro_batch=1024)
 NO_GAIN = Tuning(trials=4, best_samples_per_s=1000.0, offers=["an offer"], learning_rate=some_rates())
 RUNS: dict[str, tuple[RunRecord, str]] = {
     "a whole run": (a_run(), "at least 1.11 × faster: compile default"),
@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[RunRecord, str]] = {
     ),
     "a cap": (probed(limited_by="dataset", upper_bound_by="cap"), "all samples of the data"),
     "ranks that share the model": (probed(world_size=2, parallel="shard"), "which share the model"),
-    "a split by size": (changed("plan", split="size", size_cut=CUT), "about 8.9 micro-batches, cut by size"),
+    "a split by size": (changed("plan", split="size", size_cut=CUT), "micro-batches cut by size"),
     "no gain": (a_run(tuning=NO_GAIN), "kept the default, 1,000 samples/s"),
     "a training with incidents": (
         changed("training", skipped_steps=2, oom_recoveries=3, validation={}, final_terms={"boxes": 0.31}),
