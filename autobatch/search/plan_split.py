@@ -33,8 +33,6 @@ from autobatch.workload.user_code import describe
 
 LEAST_GAIN = 1.03
 """Ratio of padded areas, with the fixed cost of each micro-batch, from which ``auto`` splits by size."""
-PADDED_SHARE = 0.25
-"""Share of the room beside a short sample that must be filled for samples to count as padded."""
 CHECKED = 8
 """Samples of sizes from the smallest to half of the largest whose gradient must not depend on the split."""
 
@@ -171,9 +169,8 @@ def _obstacle(setup: Setup, sizes: Sizes, limit: int, check: Check) -> str | Non
         return sum(tensor.numel() for tensor in tensors_of(batch))
 
     quarter = len(order) // 4
-    small, large, both = numbers_in(quarter), numbers_in(-1), numbers_in(quarter, -1)
-    is_padded = small < large and both - small - large >= PADDED_SHARE * (large - small)
-    if both and not is_padded:  # what holds no tensors tells nothing
+    # What holds no tensors tells nothing.
+    if 0 < numbers_in(quarter, -1) <= numbers_in(quarter) + numbers_in(-1):
         return "the collate function does not pad, so there is nothing to save"
     numbers_in(0)  # a split by size may leave the smallest one alone
     return None
