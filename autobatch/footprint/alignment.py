@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import pairwise
 from typing import NamedTuple
 
 from autobatch.device.allocator.trace import FREE, Trace
@@ -92,8 +91,7 @@ def _rule(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
 def _pairs(small: Sized, large: Sized) -> dict[int, int]:
     """Return the block of the smaller trace for each block of the larger one that both have.
 
-    First blocks are paired that stay, or grow with the size or its square, as nearly all do. Between them,
-    others are paired in order if their growth lies in between.
+    Blocks are paired in order that stay, or grow by no more than the square of the size.
 
     Raises:
         Apart: the traces part too far.
@@ -111,41 +109,27 @@ def _pairs(small: Sized, large: Sized) -> dict[int, int]:
             and not (has_kinds and small.kinds[x] != large.kinds[y])
         )
 
-    def is_pair(x: int, y: int) -> bool:
-        size, other = sizes[x], other_sizes[y]
-        grows = other == size or other * n == size * m or other * n * n == size * m * m
-        return grows and may_be_pair(x, y)
-
     most = min(MOST_EDITS, max(LEAST_APART, int(MOST_APART * len(other_sizes))))
-    pairs, _ = shortest_edit(is_pair, range(len(sizes)), range(len(other_sizes)), most)
+    pairs, reached = shortest_edit(may_be_pair, len(sizes), len(other_sizes), most)
     if pairs is None:
-        pairs, (x, y) = shortest_edit(may_be_pair, range(len(sizes)), range(len(other_sizes)), most)
-    if pairs is None:
-        raise Apart((n, m), (x, y), most)
-    between = []
-    ends = [(-1, -1), *pairs, (len(sizes), len(other_sizes))]
-    for (x, y), (next_x, next_y) in pairwise(ends):
-        xs, ys = range(x + 1, next_x), range(y + 1, next_y)
-        if xs and ys:
-            between += shortest_edit(may_be_pair, xs, ys, len(xs) + len(ys))[0] or []
-    return {y: x for x, y in [*pairs, *between]}
+        raise Apart((n, m), reached, most)
+    return pairs
 
 
 def shortest_edit(
-    is_pair: Callable[[int, int], bool], xs: range, ys: range, most: int
-) -> tuple[list[tuple[int, int]] | None, tuple[int, int]]:
-    """Pair numbers of two ranges, in order, so that fewest are left alone (Myers 1986).
+    is_pair: Callable[[int, int], bool], n: int, m: int, most: int
+) -> tuple[dict[int, int] | None, tuple[int, int]]:
+    """Pair numbers below n and m, in order, so that fewest are left alone (Myers 1986).
 
     Args:
         is_pair: returns whether two numbers may be paired.
-        xs: the first range.
-        ys: the second one.
+        n: bound of the first number.
+        m: bound of the second one.
         most: numbers that may be left alone.
 
     Returns:
         The pairs, None if more are left alone; and the numbers that were reached.
     """
-    n, m = len(xs), len(ys)
     reached = {1: 0}
     history: list[dict[int, int]] = []
     for edits in range(most + 1):
@@ -153,14 +137,13 @@ def shortest_edit(
         for k in range(-edits, edits + 1, 2):
             down = k == -edits or (k != edits and reached[k - 1] < reached[k + 1])
             x = reached[k + 1] if down else reached[k - 1] + 1
-            while x < n and x - k < m and is_pair(xs[x], ys[x - k]):
+            while x < n and x - k < m and is_pair(x, x - k):
                 x += 1
             reached[k] = x
             if x >= n and x - k >= m:
-                back = [*_walk_back(history, n, m)]
-                return [(xs[x], ys[y]) for x, y in reversed(back)], (xs.stop, ys.stop)
+                return {y: x for x, y in _walk_back(history, n, m)}, (n, m)
     x, k = max((min(x, n), k) for k, x in reached.items() if x - k <= m)
-    return None, (xs.start + x, ys.start + x - k)
+    return None, (x, x - k)
 
 
 def _walk_back(history: Sequence[dict[int, int]], n: int, m: int) -> Iterator[tuple[int, int]]:
