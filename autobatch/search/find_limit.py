@@ -24,7 +24,6 @@ from autobatch.search.attempts import run_attempt
 from autobatch.search.plan_limit import limit_of_plan
 from autobatch.search.probe import FIRST, Limit, find_largest
 from autobatch.search.saved import keep, recall
-from autobatch.workload.user_code import describe
 
 STATE_COPIES = 4
 """Weights, gradients, and two states of each weight, as Adam has them."""
@@ -98,14 +97,7 @@ def _largest(
         multiple=options.micro_batch_multiple,
         first=FIRST // 2 if is_large else FIRST,
     )
-    try:
-        limit = search_from_saved(search, info.key, home, progress)
-    except Exception as error:
-        refused = [outcome for _, outcome in sorted(outcomes.items()) if outcome.error is None]
-        # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
-        if 1 in outcomes and refused:
-            raise nothing_fits(process, refused[0], describe(error)) from error
-        raise
+    limit = search_from_saved(search, info.key, home, progress)
     if not limit.probe.micro_batch:
         raise nothing_fits(process, outcomes[min(outcomes)])
     return limit
@@ -142,13 +134,8 @@ def search_from_saved(
     return limit
 
 
-def nothing_fits(
-    process: SetupProcess, smallest: Outcome, single_error: str | None = None
-) -> DoesNotFitError:
-    """Build the error that explains the memory of the smallest attempt, and lists what helps.
-
-    ``single_error`` is that of a micro-batch of 1, if it was not out of memory, too.
-    """
+def nothing_fits(process: SetupProcess, smallest: Outcome) -> DoesNotFitError:
+    """Build the error that explains the memory of the smallest attempt, and lists what helps."""
     last, largest = smallest.attempt, process.info.largest_sample
     parts = [
         f"a micro-batch of {last.micro_batch} does not fit in the budget of "
@@ -160,8 +147,6 @@ def nothing_fits(
         parts.append(f"It ran with sample {index} of the training data, the largest: its size is {size:g}")
     if smallest.trace is not None and smallest.trace.marks:
         parts.append(f"It took {explain(smallest.trace).text()}")
-    if single_error:
-        parts.append(f"A micro-batch of 1 cannot run: {single_error.removesuffix('.')}")
     # The memory of a loss over the whole batch depends on the target batch, not on the micro-batch.
     smaller = ", a smaller target batch" if last.phase == "loss" else ""
     shorter = ", samples cut shorter or left out" if largest is not None else ""
