@@ -24,7 +24,7 @@ from autobatch.core.records import SCHEMA
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.device.profiles import data_home, format_profile, list_profiles, load_profile
+from autobatch.device.profiles import data_home, list_profiles, profile_file, read_profile
 
 Answer = tuple[Any, str]
 """Answer of a command, as the object of ``--json`` and as text."""
@@ -100,8 +100,8 @@ def profiles(words: list[str]) -> Answer:
             remark, width = "CC: compute capability. Sources: profiles show NAME", terminal_width()
             return content, "\n".join([*aligned(rows, width), *folded(remark, width, 0)])
         case ["show", name]:
-            profile = load_profile(name)
-            return profile, format_profile(profile).rstrip()
+            file = profile_file(name)
+            return read_profile(file), file.read_text(encoding="utf-8").rstrip()
     raise InputError(f"write profiles list or profiles show NAME, found {quoted(' '.join(words))}")
 
 

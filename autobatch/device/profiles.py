@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -85,32 +84,22 @@ def read_profile(file: Path | Traversable) -> HardwareProfile:
         raise InputError(f"the profile {file} is not valid: {error_text(error)}") from error
 
 
-def format_profile(profile: HardwareProfile) -> str:
-    """Return a profile as TOML, in the order of its fields, without unknown figures."""
-
-    def line(key: str, value: object) -> str:
-        # JSON is TOML for scalars and lists of strings, except the delete character.
-        return f"{key} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f")
-
-    known = {key: value for key, value in msgspec.to_builtins(profile).items() if value is not None}
-    tables = {key: value for key, value in known.items() if isinstance(value, dict)}
-    text = "".join(line(key, value) for key, value in known.items() if key not in tables)
-    for name, figure in tables.items():
-        text += f"\n[{name}]\n" + "".join(line(key, value) for key, value in figure.items())
-    return text
-
-
 def load_profile(name_or_path: str) -> HardwareProfile:
-    """Load a profile: from the path of a TOML file, else a shipped one by a name such as ``rtx-4090``.
+    """Load a profile; see `profile_file` and `read_profile`."""
+    return read_profile(profile_file(name_or_path))
+
+
+def profile_file(name_or_path: str) -> Path | Traversable:
+    """Find the file of a profile: a path, else that of a shipped one by a name such as ``rtx-4090``.
 
     Raises:
-        InputError: There is no such file or name, or the file is no profile.
+        InputError: There is no such file or name.
     """
     path, known = Path(name_or_path).expanduser(), _shipped()
     if os.path.isfile(path):
-        return read_profile(path)
+        return path
     if name_or_path in known:
-        return read_profile(known[name_or_path])
+        return known[name_or_path]
     asked = name_or_path.casefold().replace(" ", "-")
     longer = [name for name in sorted(known) if name.startswith(f"{asked}-")]
     near = longer or difflib.get_close_matches(asked, sorted(known), n=1)

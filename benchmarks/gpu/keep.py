@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from autobatch.device.profiles import Figure, HardwareProfile, format_profile, read_profile
+from autobatch.device.profiles import Figure, HardwareProfile, read_profile
 from benchmarks.gpu.claims import Found, table
 from benchmarks.gpu.work import DONE, FILE, Journal
 from benchmarks.report import RESULTS, arguments
@@ -63,6 +63,21 @@ def slug_of(found: Found) -> str:
     about = found["facts/versions"]
     text = f"{about['gpu']} torch {str(about['torch']).partition('+')[0]}"
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def format_profile(profile: HardwareProfile) -> str:
+    """Return a profile as TOML, in the order of its fields, without unknown figures."""
+
+    def line(key: str, value: object) -> str:
+        # JSON is TOML for scalars and lists of strings, except the delete character.
+        return f"{key} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f")
+
+    known = {key: value for key, value in msgspec.to_builtins(profile).items() if value is not None}
+    tables = {key: value for key, value in known.items() if isinstance(value, dict)}
+    text = "".join(line(key, value) for key, value in known.items() if key not in tables)
+    for name, figure in tables.items():
+        text += f"\n[{name}]\n" + "".join(line(key, value) for key, value in figure.items())
+    return text
 
 
 def measured(profile: HardwareProfile, found: Found, date: str) -> HardwareProfile:

@@ -78,6 +78,7 @@ def test_measured_figures_enter_a_profile(tmp_path):
         journal.write(unit, DONE, found=row)
     file = tmp_path / "h200.toml"
     file.write_text(keep.format_profile(before))
+    assert read_profile(file) == before
     (tmp_path / "gpt-4.csv.gz").write_bytes(b"recorded")
     assert keep.keep(tmp_path, tmp_path / "kept", tmp_path, file) == 0
     after = read_profile(file)
