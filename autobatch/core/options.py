@@ -384,6 +384,13 @@ def options_from(command: str, values: Mapping[str, Any], names: Mapping[str, st
     if options.steps is not None and options.epochs is not None:
         steps, epochs = (f"{labels[name]} {given[name]}" for name in ("steps", "epochs"))
         raise InputError(f"{steps} and {epochs} exclude each other: give one")
+    if (size := options.micro_batch) is not None:
+        most, multiple = options.max_micro_batch or size, options.micro_batch_multiple
+        asked = f"{labels['micro_batch']} {size}"
+        if size > most:
+            raise InputError(f"{asked} exceeds {labels['max_micro_batch']} {most}: give one")
+        if size % multiple:
+            raise InputError(f"{asked} is no multiple of {labels['micro_batch_multiple']} {multiple}")
     return options
 
 

@@ -59,6 +59,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("plan", {"target_batch": np.zeros(2)}, "target_batch must be a whole number of 1 or more, found array("),
     ("fit", {"memory_budget": "0%"}, "memory_budget: '0%' is not a share of memory"),
     ("fit", {"steps": 2, "epochs": 2}, "steps 2 and epochs 2 exclude each other"),
+    ("probe", {"micro_batch": 16, "max_micro_batch": 8}, "micro_batch 16 exceeds max_micro_batch 8"),
+    ("probe", {"micro_batch": 9, "micro_batch_multiple": 2}, "no multiple of micro_batch_multiple 2"),
     ("fit", {"steps": 10**30}, f"steps must be a whole number of 1 or more, found {10**30}"),
     ("fit", {"ema": 1}, "ema must be a number over 0 and under 1, found 1"),
     ("fit", {"json": 3}, "json must be true or false, found 3"),
