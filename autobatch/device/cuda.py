@@ -102,13 +102,12 @@ class CudaDevice(Device):
 
     @property
     def allocator_config(self) -> AllocatorConfig:
-        """Settings of torch's allocator in a session, in which a step that needed a retry does not fit."""
+        """Settings of torch's allocator in a session."""
         held_bytes = self._held_bytes
         return AllocatorConfig(
             expandable_segments="expandable_segments:true" in cuda_allocator.allocator_options(os.environ),
             falls=self._falls,
             held_bytes=torch.cuda.memory_allocated(self._index) if held_bytes is None else held_bytes,
-            retries=False,
         )
 
     def native_precisions(self) -> tuple[Precision, ...]:

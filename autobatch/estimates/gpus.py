@@ -162,12 +162,8 @@ def few(names: Sequence[str]) -> str:
 
 
 def gpu_allocator(limit: int | None, expandable: bool = False, **settings: Any) -> CachingAllocator:
-    """Return a model of a GPU's allocator with these settings; see `AllocatorConfig`.
-
-    As on the GPU itself, a step does not fit if the allocator has to empty its cache to find memory for it:
-    each later step would do so too, and take several times as long.
-    """
-    config = AllocatorConfig(expandable_segments=expandable, retries=False, **settings)
+    """Return a model of a GPU's allocator with these settings; see `AllocatorConfig`."""
+    config = AllocatorConfig(expandable_segments=expandable, **settings)
     return CachingAllocator(limit, config)
 
 

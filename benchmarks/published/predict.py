@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from autobatch import Workload
 from autobatch.core.options import Options
 from autobatch.core.records import Precision
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.caching import AllocatorConfig, Block, CachingAllocator
+from autobatch.device.allocator.ledger import BudgetExceeded
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import HardwareProfile
 from autobatch.distributed.shard import ShardedModel, Sharding, fake_ranks
@@ -38,6 +39,18 @@ NEAR = 1024
 """The largest micro-batch that is tried: larger than any that was published."""
 
 
+class Retrying(CachingAllocator):
+    """An allocator that releases its cached segments and tries again before an error, as CUDA's does."""
+
+    def malloc(self, size: int, stream: int = 0) -> Block | None:
+        """Take ``size`` bytes; see `CachingAllocator.malloc`."""
+        try:
+            return super().malloc(size, stream)
+        except BudgetExceeded:
+            self.release()
+            return super().malloc(size, stream)
+
+
 def limits_of(checkouts: Path, row: Row) -> dict[str, object]:
     """Predict the largest micro-batch of a row of timm's file, by both definitions of fitting."""
     start = time.perf_counter()
@@ -47,7 +60,7 @@ def limits_of(checkouts: Path, row: Row) -> dict[str, object]:
 
     def retrying(limit: int | None, expandable: bool) -> CachingAllocator:
         config = AllocatorConfig(expandable_segments=expandable, held_bytes=spending.held_bytes)
-        return CachingAllocator(limit, config)
+        return Retrying(limit, config)
 
     return {
         "low": predicted.low,

@@ -1,8 +1,10 @@
 """A model of CUDA's caching allocator.
 
 `CachingAllocator` follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: rounding, pools, segments, best
-fit, splitting, merging, the per-process cap, and the release of cached segments before an error. It does not
-use torch, so a trace replays in milliseconds.
+fit, splitting, merging and the per-process cap. It does not use torch, so a trace replays in milliseconds.
+
+CUDA's releases cached segments and tries again before an error. The model does not: a step that needs that
+does not count as fitting, as each later step would do so too, and take several times as long.
 
 Each stream has pools of its own, and all count together. Not modelled: blocks that a second stream uses
 (``record_stream``), private pools (CUDA graphs), ``max_split_size_mb`` and other options that are off by
@@ -51,9 +53,6 @@ class AllocatorConfig:
     """Each new segment lies below those before it; False: above."""
     held_bytes: int = 0
     """Bytes that the process holds already, as one block that nothing frees."""
-    retries: bool = True
-    """Release cached segments and try again before an error, as CUDA does. False if a step that needed that
-    does not count as fitting."""
 
     def segment_bytes(self, rounded: int) -> int:
         """Return the bytes to request from the driver for a new segment (``get_allocation_size``)."""
@@ -186,7 +185,6 @@ class CachingAllocator(Allocator):
         self.config = config = AllocatorConfig() if config is None else config
         self.reserved_bytes: int = 0
         self.peak_reserved_bytes: int = 0
-        self.retries: int = 0
         # should_split: a small or expandable block is split for any rest, a large one only for over 1 MiB.
         tail = 0 if config.expandable_segments else SMALL_BYTES
         self._pools: defaultdict[int, tuple[Pool, Pool]] = defaultdict(
@@ -205,17 +203,13 @@ class CachingAllocator(Allocator):
         """Take ``size`` bytes on a stream; None for 0 bytes, like CUDA.
 
         Raises:
-            BudgetExceeded: They do not fit, even after the release of every cached segment.
+            BudgetExceeded: They do not fit, with the cached segments as they are.
         """
         if size == 0:
             return None
         rounded = -(-size // ROUND_BYTES) * ROUND_BYTES
         pool = self._pools[stream][rounded > SMALL_BYTES]
         block = pool.take_best_fit(rounded) or self._grow(pool, rounded)
-        if block is None and self.config.retries:
-            self.release()
-            self.retries += 1
-            block = self._grow(pool, rounded)
         if block is None:
             raise BudgetExceeded(self.config.segment_bytes(rounded), self)
         if block.size - rounded > pool.keeps_tail_bytes:

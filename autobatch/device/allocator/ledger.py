@@ -29,7 +29,6 @@ class Allocator(ABC):
 
     reserved_bytes: int | None = None
     peak_reserved_bytes: int | None = None
-    retries: int | None = None
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -58,7 +57,6 @@ class Allocator(ABC):
             self.reserved_bytes,
             self.peak_allocated_bytes,
             self.peak_reserved_bytes,
-            self.retries,
         )
 
 

@@ -29,7 +29,6 @@ class SlowModel:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.segments: list[dict] = []  # in the order of their addresses
-        self.retries = 0
 
     def reserved(self) -> int:
         return sum(s["size"] for s in self.segments)
@@ -52,10 +51,7 @@ class SlowModel:
             return self._carve(self.segments[index], position, want)
         new = 2 * 2**20 if small else 20 * 2**20 if want < 10 * 2**20 else -(-want // 2**21) * 2**21
         if self.limit is not None and self.reserved() + new > self.limit:
-            self.release()
-            self.retries += 1
-            if self.reserved() + new > self.limit:
-                return None
+            return None
         self.segments.append({"small": small, "size": new, "blocks": [[0, new, False]]})
         return self._carve(self.segments[-1], 0, want)
 
@@ -106,7 +102,6 @@ def test_agrees_with_the_slow_model_event_by_event(steps, limit):
             else:
                 live.append((fast.malloc(step), expected))
         assert (fast.allocated_bytes, fast.reserved_bytes) == (slow.allocated(), slow.reserved())
-        assert fast.retries == slow.retries
 
 
 def test_expandable_segments_map_whole_pages_and_unmap_them():
@@ -124,14 +119,14 @@ def test_expandable_segments_map_whole_pages_and_unmap_them():
         allocator.malloc(75 * MiB)  # four pages beside what is left of the first; three may be mapped
 
 
-def test_memory_that_is_held_already_stays_and_counts_and_without_retries_a_full_cache_is_an_error():
-    allocator = CachingAllocator(40 * MiB, AllocatorConfig(held_bytes=20 * MiB, retries=False))
+def test_memory_that_is_held_already_stays_and_counts_and_a_full_cache_is_an_error():
+    allocator = CachingAllocator(40 * MiB, AllocatorConfig(held_bytes=20 * MiB))
     allocator.release()
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (20 * MiB, 20 * MiB)
     allocator.free(allocator.malloc(20 * MiB))
     with pytest.raises(BudgetExceeded):
         allocator.malloc(22 * MiB)
-    assert (allocator.retries, allocator.reserved_bytes) == (0, 40 * MiB)
+    assert allocator.reserved_bytes == 40 * MiB
     over = CachingAllocator(20 * MiB, AllocatorConfig(held_bytes=30 * MiB))
     with pytest.raises(BudgetExceeded):
         over.malloc(1)
