@@ -327,8 +327,7 @@ def device_key(setup: Setup) -> dict[str, KeyValue]:
     device = setup.device.describe()
     return {
         "precision": setup.precision,
-        # None as in the keys of runs that knew no other type.
-        "gradient_dtype": None if setup.gradient_dtype == "fp32" else setup.gradient_dtype,
+        "gradient_dtype": setup.gradient_dtype,
         "device": device.name,
         "device_kind": device.kind,
         "total_bytes": device.total_bytes,
