@@ -141,7 +141,6 @@ class Replay(NamedTuple):
     fits: bool
     allocated_bytes: int
     """Bytes held at the end."""
-    reserved_bytes: int | None
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     peak_at: int
@@ -172,7 +171,6 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
     return Replay(
         fits=fits,
         allocated_bytes=allocator.allocated_bytes,
-        reserved_bytes=allocator.reserved_bytes,
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         peak_at=peak_at,
