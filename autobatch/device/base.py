@@ -11,7 +11,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ GPU_HEADROOM_SHARE = 0.05
 """Share of a GPU's memory that no budget takes by default, simulated GPUs included."""
 
 
-class Meter(Protocol):
+class Meter:
     """Readings of one session on a device. Here they are those of a session in which nothing is counted."""
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -62,10 +62,6 @@ class Meter(Protocol):
     def trace(self) -> Trace | None:
         """Return the allocation events since the session began; None if none are recorded."""
         return None
-
-
-class SilentMeter(Meter):
-    """A meter for a session in which nothing is counted."""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from autobatch.core.units import parse_budget
 from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.tracker import StorageTracker
-from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, SilentMeter, resolve_budget
+from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
 from autobatch.device.host import HostMemory, cpu_name, host_memory
 from autobatch.device.profiles import HardwareProfile
 
@@ -75,7 +75,7 @@ class CpuDevice(Device):
 
     def training(self) -> AbstractContextManager[Meter]:
         """Count nothing within the block."""
-        return nullcontext(SilentMeter())
+        return nullcontext(Meter())
 
 
 class SimulatedDevice(Device):

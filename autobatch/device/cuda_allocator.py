@@ -18,7 +18,7 @@ import torch
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace, trace_of
-from autobatch.device.base import SilentMeter
+from autobatch.device.base import Meter
 from autobatch.device.oom import lost_context_ignored
 
 MOST_EVENTS = 300_000
@@ -106,7 +106,7 @@ def recording() -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-class CudaMeter(SilentMeter):
+class CudaMeter(Meter):
     """Readings of one session on a GPU. Peaks and retries count from its beginning.
 
     Args:

@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.core.errors import InputError
-from autobatch.device.base import SilentMeter
+from autobatch.device.base import Meter
 from autobatch.workload.contract import Collated, kind_of
-
-if TYPE_CHECKING:
-    from autobatch.device.base import Meter
 
 PLAIN = (str, bytes, int, float, complex, type(None))
 """Types of values that belong to a sample as a whole, or to the whole batch."""
@@ -160,7 +157,7 @@ def feed(
         twice: keep them on the host, for a second iteration.
     """
     on_host = device.type == "cpu"
-    if on_host and not twice and type(meter) is SilentMeter:
+    if on_host and not twice and type(meter) is Meter:
         # Nothing to move and nothing to count.
         return fetched
 

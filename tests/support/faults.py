@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch import Workload
-from autobatch.device.base import SilentMeter
+from autobatch.device.base import Meter
 from autobatch.device.cpu import CpuDevice
 from tests.support.training import adamw, make_workload
 
@@ -49,7 +49,7 @@ class Watching:
 
     def __init__(self, fault: Fault | None, inner: Any | None = None) -> None:
         self._fault = fault
-        self._inner = inner or SilentMeter()
+        self._inner = inner or Meter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from autobatch import Loss, WholeBatchLoss, Workload
 from autobatch.core.units import GiB
-from autobatch.device.base import SilentMeter
+from autobatch.device.base import Meter
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.rehearsal.setup import Setup
@@ -167,7 +167,7 @@ def make_loop(
     )
     schedules = build_schedules(workload, train_state.optimizers, sampler)
     split = fields.get("split", Split())
-    known = {"meter": SilentMeter(), "split": split, "feed": Feed(MicroBatches(workload, None), split)}
+    known = {"meter": Meter(), "split": split, "feed": Feed(MicroBatches(workload, None), split)}
     return Loop(
         workload=workload, train_state=train_state, sampler=sampler, device=device, micro_batch=micro_batch,
         schedules=schedules, **{**known, **fields},

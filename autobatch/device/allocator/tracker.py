@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, MemoryStats
 from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.device.base import Meter
 
 aten = torch.ops.aten
 UPDATES = frozenset(
@@ -65,8 +66,8 @@ class Watch(weakref.ref[torch.UntypedStorage]):
     block: int
 
 
-class StorageTracker(TorchDispatchMode):
-    """A dispatch mode that counts storages, and enforces the allocator's limit on them: a meter.
+class StorageTracker(TorchDispatchMode, Meter):
+    """A dispatch mode that counts storages, and enforces the allocator's limit on them.
 
     Every method that counts raises ``torch.OutOfMemoryError`` if the allocator refuses.
 
