@@ -18,13 +18,14 @@ from autobatch.api.run import Run, check_data_of_ranks
 from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.records import Plan, Remedy, Tuning
 from autobatch.core.text import listed
+from autobatch.device.allocator.caching import new_allocator
 from autobatch.device.profiles import data_home
 from autobatch.distributed.rank_plan import agree_on_limit
 from autobatch.estimates.suggestions import in_words, suggest
 from autobatch.footprint.explain import memory_curve
 from autobatch.planning import make_plan, split_over_ranks
 from autobatch.rehearsal.process import open_process
-from autobatch.rehearsal.setup import Role, new_allocator
+from autobatch.rehearsal.setup import Role
 from autobatch.report.result import Result
 from autobatch.report.words import plural
 from autobatch.search.find_limit import find_limit
@@ -120,7 +121,7 @@ def plan(run: Run) -> None:
     if trace is not None and trace.marks:
         attempts = run.limit.probe.attempts
         ran = max((attempt.micro_batch for attempt in attempts if attempt.fits), default=1)
-        curve = memory_curve(trace, ran, new_allocator(info, capped=False))
+        curve = memory_curve(trace, ran, new_allocator(info.allocator, None))
     # A training says it of its own batches.
     says_all = run.options.command == "plan"
     notes = statistics_notes(info.batch_norms, planned.micro_batches) if says_all else []

@@ -19,8 +19,8 @@ from torch import nn
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import Allocator, CountingAllocator, MemoryStats
+from autobatch.device.allocator.caching import AllocatorConfig, new_allocator
+from autobatch.device.allocator.ledger import Allocator, MemoryStats
 
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
@@ -128,9 +128,7 @@ class Device(ABC):
 
     def new_allocator(self) -> Allocator:
         """Return an empty model of its allocator, limited to the budget, to replay events in."""
-        config = self.allocator_config
-        limit = self.budget_bytes
-        return CountingAllocator(limit) if config is None else CachingAllocator(limit, config)
+        return new_allocator(self.allocator_config, self.budget_bytes)
 
     def native_precisions(self) -> tuple[Precision, ...]:
         """Return the precisions that it computes in without emulation, the fastest first on a GPU.

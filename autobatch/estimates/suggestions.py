@@ -16,12 +16,13 @@ from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import CHECKPOINTING, COMPILE, OPTIMIZER
 from autobatch.core.records import Remedy
 from autobatch.core.units import format_bytes
+from autobatch.device.allocator.caching import new_allocator
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, footprint, footprints
 from autobatch.estimates.gpus import Spending
 from autobatch.estimates.traced_step import TracedStep
-from autobatch.rehearsal.setup import Setup, describe_setup, new_allocator
+from autobatch.rehearsal.setup import Setup, describe_setup
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import low_precision_parameters
 from autobatch.step.optimizers import stand_in_optimizers
@@ -68,11 +69,13 @@ def suggest(setup: Setup) -> list[Remedy]:
         knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
     )
 
-    def allocator(limit: int | None, is_expandable: bool) -> Allocator:
-        changes = {"expandable_segments": True} if is_expandable else {}
-        return new_allocator(info, capped=limit is not None, **changes)
+    config = info.allocator
 
-    can_expand = info.allocator is not None and not info.allocator.expandable_segments
+    def allocator(limit: int | None, is_expandable: bool) -> Allocator:
+        changed = replace(config, expandable_segments=True) if config and is_expandable else config
+        return new_allocator(changed, limit)
+
+    can_expand = config is not None and not config.expandable_segments
     spending = Spending(info.device.budget_bytes, allocator, info.samples, can_expand)
     return helpful(footprint(step), [*changes_of(step)], spending)
 

@@ -18,8 +18,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.knobs import PRECISION, Value
 from autobatch.core.options import Options
 from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import Allocator, CountingAllocator
+from autobatch.device.allocator.caching import AllocatorConfig
 from autobatch.device.base import Device
 from autobatch.device.cuda_allocator import allocator_options
 from autobatch.device.oom import memory_named
@@ -266,20 +265,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
 def data_of_setup(setup: Setup) -> DataDigest | None:
     """Return what tells the training data of a setup from others; None if nothing does."""
     return None if setup.stream is not None else digest_data(setup.workload.train_data)
-
-
-def new_allocator(info: SetupInfo, *, capped: bool = True, **changes: bool) -> Allocator:
-    """Return an empty model of the device's allocator.
-
-    Args:
-        info: the device and its budget.
-        capped: make the budget its limit; False for no limit.
-        **changes: other settings of a caching allocator; see `AllocatorConfig`.
-    """
-    limit = info.device.budget_bytes if capped else None
-    if info.allocator is None:
-        return CountingAllocator(limit)
-    return CachingAllocator(limit, replace(info.allocator, **changes))
 
 
 def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:

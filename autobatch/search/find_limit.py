@@ -16,10 +16,11 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import LimitedBy, Probe
 from autobatch.core.units import format_bytes
+from autobatch.device.allocator.caching import new_allocator
 from autobatch.footprint.explain import explain
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import SetupProcess
-from autobatch.rehearsal.setup import KeyValue, new_allocator
+from autobatch.rehearsal.setup import KeyValue
 from autobatch.search.attempts import run_attempt
 from autobatch.search.plan_limit import limit_of_plan
 from autobatch.search.probe import FIRST, Limit, find_largest
@@ -93,7 +94,7 @@ def _largest(
         find_largest,
         run,
         caps,
-        partial(new_allocator, info),
+        partial(new_allocator, info.allocator, info.device.budget_bytes),
         multiple=options.micro_batch_multiple,
         first=FIRST // 2 if is_large else FIRST,
     )

@@ -17,11 +17,12 @@ import msgspec
 
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt
+from autobatch.device.allocator.caching import new_allocator
 from autobatch.footprint.fitting import Fitting
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.rehearsal import batch_of, rehearse
-from autobatch.rehearsal.setup import Setup, new_allocator
+from autobatch.rehearsal.setup import Setup
 from autobatch.search.attempts import run_attempt
 from autobatch.search.probe import Limit
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of
@@ -43,7 +44,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
     if info.allocator is None:
         return limit
     is_ragged, batches = info.largest_sample is not None, list[GlobalBatch]()
-    doubts = Fitting(limit.programs, partial(new_allocator, info))
+    doubts = Fitting(limit.programs, partial(new_allocator, info.allocator, info.device.budget_bytes))
     if is_ragged:
         progress.doing("running batches of the run")
         batches = process.call("the choice of real batches", batches_to_run, samples, seed)

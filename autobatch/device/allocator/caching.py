@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
+from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, CountingAllocator
 
 ROUND_BYTES = 512
 """Granularity of all sizes (``round_size``): ``kMinBlockSize``."""
@@ -313,3 +313,8 @@ class CachingAllocator(Allocator):
             return self._next_address
         self._next_address += size
         return self._next_address - size
+
+
+def new_allocator(config: AllocatorConfig | None, limit: int | None) -> Allocator:
+    """Return an empty model of a device's allocator; ``config`` is None if it caches nothing."""
+    return CountingAllocator(limit) if config is None else CachingAllocator(limit, config)
