@@ -66,9 +66,7 @@ class Spending(NamedTuple):
     def largest(self, step: Footprint, *, expandable: bool = False) -> tuple[int, int]:
         """Return the largest micro-batch of a step that fits, 0 if none does, and its peak, or that of 1."""
         size = self._most(step, partial(self.new_allocator, self.budget_bytes, expandable), self.cap)
-        # If a size fits only after the cache is emptied, the peak is the one within the budget.
-        limit = self.budget_bytes if size else None
-        peaks = replay(step.program.at(max(1, size)), self.new_allocator(limit, expandable))
+        peaks = replay(step.program.at(max(1, size)), self.new_allocator(None, expandable))
         reserved = peaks.peak_reserved_bytes
         return size, peaks.peak_allocated_bytes if reserved is None else reserved
 
