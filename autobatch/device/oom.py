@@ -27,10 +27,8 @@ class Verdict(enum.Enum):
 
     FATAL = "fatal"
     """Out of memory, with a context or communicator in an unknown state: this process must end."""
-    DEVICE = "device"
-    """Out of memory on the device. A smaller micro-batch can run in this process."""
-    HOST = "host"
-    """Out of memory on the host. A smaller micro-batch can run in this process."""
+    MEMORY = "memory"
+    """Out of memory, on the device or on the host. A smaller micro-batch can run in this process."""
     SUSPECT = "suspect"
     """Seen under memory pressure and for real bugs: try a smaller size once, then raise this error."""
     NONE = "none"
@@ -42,8 +40,11 @@ _RULES = tuple(
     for verdict, *patterns in (
         # Both have the driver's text, too, and no context is lost: cuDNN's attention, whose kernels are
         # loaded past the allocator (cudnn/MHA.cpp, torch 2.15), and the thread that pins batches of workers.
-        (Verdict.DEVICE, r"CUDA ran out of memory outside PyTorch's allocator"),
-        (Verdict.HOST, r"in pin memory thread\b.*CUDA error: out of memory"),
+        (
+            Verdict.MEMORY,
+            r"CUDA ran out of memory outside PyTorch's allocator",
+            r"in pin memory thread\b.*CUDA error: out of memory",
+        ),
         (
             Verdict.FATAL,
             # cudaMalloc failed outside the caching allocator. AcceleratorError on recent torch.
@@ -53,7 +54,7 @@ _RULES = tuple(
             r"Failed to CUDA (?:host )?[mc]?alloc|Cuda failure (?:\d+ )?'out of memory'",
         ),
         (
-            Verdict.DEVICE,
+            Verdict.MEMORY,
             # The caching allocators' own text, if the type was lost (workers, wrapped errors).
             # Bare, it is raised by whoever simulates one (accelerate's own tests).
             r"\b(?:CUDA|HIP) out of memory\.(?: Tried to allocate\b|\s*$)",
@@ -65,10 +66,7 @@ _RULES = tuple(
             r"\b(?:CU|HIP)[A-Z]+_(?:STATUS_)?ALLOC_FAILED\b|miopenStatusAllocFailed",
             r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
             r"Triton Error \[(?:CUDA|HIP)\]:.{0,40}\bout of memory",
-        ),
-        (
-            Verdict.HOST,
-            # alloc_cpu.cpp: the first on POSIX, the second on Windows. Then c10's and libstdc++'s texts.
+            # On the host: alloc_cpu.cpp on POSIX and on Windows, c10 and libstdc++.
             r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
             r"\A(?:std::bad_alloc|bad allocation)\Z",
             r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
@@ -119,7 +117,7 @@ def classify(error: BaseException) -> Verdict:
 
 def is_oom(error: BaseException) -> bool:
     """Return whether memory ran out for certain: on the device, on the host, or fatally."""
-    return classify(error) in (Verdict.DEVICE, Verdict.HOST, Verdict.FATAL)
+    return classify(error) in (Verdict.MEMORY, Verdict.FATAL)
 
 
 def loses_context(error: BaseException) -> bool:
@@ -215,10 +213,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _classify_link(error: BaseException) -> Verdict:
-    if isinstance(error, torch.OutOfMemoryError):
-        return Verdict.DEVICE
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return Verdict.HOST
+    is_os_error = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if is_os_error or isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return Verdict.MEMORY
     return _verdict_of(_text(error)) if _is_foreign(error) else Verdict.NONE
 
 

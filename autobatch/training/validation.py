@@ -190,7 +190,7 @@ def _sums_of(loop: Loop, ids: range) -> Sums | str:
                             sums[name,] = _total_and_count(name, value, len(ids))
             return sums
     except Exception as error:
-        if classify(error) in (Verdict.DEVICE, Verdict.HOST):
+        if classify(error) is Verdict.MEMORY:
             return first_line(error)
         raise
 

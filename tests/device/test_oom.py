@@ -54,13 +54,13 @@ class Unprintable(RuntimeError):
 
 
 BY_TYPE = [
-    (Verdict.DEVICE, torch.OutOfMemoryError("any text")),
-    (Verdict.HOST, MemoryError()),
-    (Verdict.HOST, OSError(errno.ENOMEM, "Cannot allocate memory")),
+    (Verdict.MEMORY, torch.OutOfMemoryError("any text")),
+    (Verdict.MEMORY, MemoryError()),
+    (Verdict.MEMORY, OSError(errno.ENOMEM, "Cannot allocate memory")),
     (Verdict.NONE, OSError(errno.ENOSPC, "No space left on device")),
     (Verdict.NONE, OSError("out of memory")),
     (Verdict.NONE, OutOfResources("out of resource: shared memory, Required: 147456")),
-    (Verdict.DEVICE, OutOfResources("Triton Error [CUDA]: out of memory")),
+    (Verdict.MEMORY, OutOfResources("Triton Error [CUDA]: out of memory")),
 ]
 BY_TEXT = {
     Verdict.FATAL: (
@@ -72,7 +72,7 @@ BY_TEXT = {
         NCCL + "Failed to CUDA calloc 4194304 bytes",
         NCCL + "Cuda failure 2 'out of memory'",
     ),
-    Verdict.DEVICE: (
+    Verdict.MEMORY: (
         CUDA_TEXT,
         WORKER + "torch.OutOfMemoryError: " + CUDA_TEXT,
         "CUDA out of memory.",
@@ -87,8 +87,6 @@ BY_TEXT = {
         "Triton Error [HIP]:  Code: 2, Message: out of memory",
         CUDNN_ATTENTION + "err 2 != CUDA_SUCCESS :: shimCuLaunchKernelEx" + OUTSIDE,
         CUDNN_ATTENTION + "CUDA_ERROR_OUT_OF_MEMORY" + OUTSIDE,
-    ),
-    Verdict.HOST: (
         "Caught AcceleratorError in pin memory thread for device 0.\nOriginal Traceback (most recent call "
         "last):\ntorch.AcceleratorError: CUDA error: out of memory\n",
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
@@ -154,7 +152,7 @@ def test_type_decides_then_text_on_runtime_errors_and_on_no_user_type() -> None:
             assert classify(RuntimeError(text)) is verdict, text
             assert classify(torch.AcceleratorError(text)) is verdict
             assert classify(ValueError(text)) is Verdict.NONE
-            assert is_oom(RuntimeError(text)) is (verdict in {Verdict.DEVICE, Verdict.HOST, Verdict.FATAL})
+            assert is_oom(RuntimeError(text)) is (verdict in {Verdict.MEMORY, Verdict.FATAL})
 
 
 def test_errors_on_purpose_and_signals_are_never_out_of_memory() -> None:
@@ -167,16 +165,16 @@ def test_errors_on_purpose_and_signals_are_never_out_of_memory() -> None:
 
 
 def test_chain_is_walked_as_a_traceback_prints_it() -> None:
-    assert classify(chained(KeyError("step"), oom())) is Verdict.DEVICE
+    assert classify(chained(KeyError("step"), oom())) is Verdict.MEMORY
     while_handling = chained(KeyError("step"), oom(), by="__context__")
-    assert classify(while_handling) is Verdict.DEVICE
+    assert classify(while_handling) is Verdict.MEMORY
     while_handling.__suppress_context__ = True
     assert classify(while_handling) is Verdict.NONE
     # The cause stands instead of the context.
     explained = chained(KeyError("step"), oom(), by="__context__")
     assert classify(chained(explained, ValueError("the cause"))) is Verdict.NONE
     errors: list[Exception] = [ValueError(str(depth)) for depth in range(2000)]
-    assert classify(chained(*errors, MemoryError())) is Verdict.HOST
+    assert classify(chained(*errors, MemoryError())) is Verdict.MEMORY
     first = RuntimeError("first")
     assert classify(chained(first, RuntimeError("second"), first)) is Verdict.NONE
 
@@ -185,7 +183,7 @@ def test_heaviest_link_decides() -> None:
     for outer, inner, verdict in (
         (CUDA_TEXT, "CUDA error: out of memory", Verdict.FATAL),
         ("CUDA error: out of memory", CUDA_TEXT, Verdict.FATAL),
-        ("could not create a primitive", "std::bad_alloc", Verdict.HOST),
+        ("could not create a primitive", "std::bad_alloc", Verdict.MEMORY),
         ("DataLoader worker (pid(s) 4711) exited unexpectedly", KILLED + "Killed. ", Verdict.SUSPECT),
         # A dead context is dead, whatever led to it.
         ("CUDA error: an illegal memory access was encountered", CUDA_TEXT, Verdict.NONE),
@@ -193,7 +191,7 @@ def test_heaviest_link_decides() -> None:
     ):
         assert classify(chained(RuntimeError(outer), RuntimeError(inner), by="__context__")) is verdict
     # Only torch can say that the context is dead.
-    assert classify(chained(ValueError("CUDA error: device-side assert triggered"), oom())) is Verdict.DEVICE
+    assert classify(chained(ValueError("CUDA error: device-side assert triggered"), oom())) is Verdict.MEMORY
 
 
 def test_a_lost_context_is_ignored_while_cleaning_up_and_nothing_else() -> None:

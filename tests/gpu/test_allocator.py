@@ -119,7 +119,7 @@ def test_the_whole_budget_may_be_held_and_no_more_within_a_session() -> None:
         del held
         with pytest.raises(torch.OutOfMemoryError) as refused:
             bytes_on(device.torch_device, 2 * GiB)
-    assert classify(refused.value) is Verdict.DEVICE
+    assert classify(refused.value) is Verdict.MEMORY
     assert torch.cuda.get_per_process_memory_fraction(0) == before
     free, _ = torch.cuda.mem_get_info(0)
     if free < 3 * GiB:
