@@ -1,104 +1,100 @@
-"""NVML through the real bindings, over a library of the driver that a C compiler makes."""
+"""NVML over a stand-in for its bindings; the tests on a stub GPU call the real ones."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 
 from autobatch.core.units import GiB
-
-ALPHA = "aaaa1111-0000-0000-0000-000000000000"
-BETA = "bbbb2222-0000-0000-0000-000000000000"
-SLICE = "cccc3333-0000-0000-0000-000000000000"
-CHILD = """
-import msgspec, os, sys
 from autobatch.device import nvml
-answers = []
-for asked in sys.argv[1:]:
-    os.environ["STUB_MODE"], question = asked.split("|")
-    answers.append(eval(question, vars(nvml)))
-assert "torch" not in sys.modules
-print(msgspec.json.encode(answers).decode())
-"""
-ASKED = (
-    f"loud|read_gpu({BETA!r})",
-    "|read_gpus()",
-    "|read_gpu('none')",
-    f"mig|read_gpu({SLICE!r})",
-    f"mig|read_gpu({BETA!r})",
-    f"private|read_gpu({ALPHA!r})",
-    f"noprocesses:3|read_gpu({ALPHA!r})",
-    *(f"{mode}|read_gpus()" for mode in ("memory:3", "zero", "old", "latin", "lost", "init:9")),
+
+GPUS = {"GPU-a": "Alpha", "GPU-b": "Beta"}
+COMPUTING = [SimpleNamespace(pid=4711, usedGpuMemory=GiB), SimpleNamespace(pid=4712, usedGpuMemory=2 * GiB)]
+DRAWING = [SimpleNamespace(pid=4712, usedGpuMemory=2 * GiB), SimpleNamespace(pid=4713, usedGpuMemory=64)]
+DRIVER = GiB // 2
+"""The driver's own share."""
+NAMES = {4711: "python", 4712: "Xorg"}
+
+
+def failing(*_: object) -> Any:
+    raise RuntimeError("the driver is lost")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return the bindings, whose functions a test may replace: two GPUs, the first of which is in use."""
+    left = {"Alpha": (24 * GiB, 4 * GiB), "Beta": (80 * GiB, 0)}
+
+    def memory(gpu: str, version: str) -> SimpleNamespace:
+        total, used = left[GPUS[gpu]]
+        return SimpleNamespace(
+            total=total, used=used, free=total - used - GiB // 2
+        )  # the driver has the rest
+
+    found = SimpleNamespace(
+        nvmlMemory_v2="v2",
+        is_open=False,
+        nvmlInit=lambda: setattr(found, "is_open", True),
+        nvmlShutdown=lambda: setattr(found, "is_open", False),
+        nvmlDeviceGetCount=lambda: len(GPUS),
+        nvmlDeviceGetHandleByIndex=list(GPUS).__getitem__,
+        nvmlDeviceGetHandleByUUID={uuid: uuid for uuid in GPUS}.__getitem__,
+        nvmlDeviceGetMigMode=failing,
+        nvmlDeviceGetUUID=str,
+        nvmlDeviceGetName=GPUS.__getitem__,
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetComputeRunningProcesses=lambda gpu: COMPUTING if gpu == "GPU-a" else [],
+        nvmlDeviceGetGraphicsRunningProcesses=lambda gpu: DRAWING if gpu == "GPU-a" else [],
+        nvmlSystemGetProcessName=NAMES.__getitem__,
+    )
+    assert {*vars(found)} - {"is_open"} <= {*dir(pynvml)}
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    return found
+
+
+def test_the_gpus_and_who_holds_their_memory(driver: SimpleNamespace) -> None:
+    alpha, beta = nvml.read_gpus()
+    assert (alpha.uuid, alpha.name, alpha.used_bytes) == ("GPU-a", "Alpha", 4 * GiB)
+    assert alpha.free_bytes == 20 * GiB - DRIVER
+    holders = [(holder.pid, holder.name, holder.used_bytes) for holder in alpha.holders]
+    assert holders == [(4712, "Xorg", 2 * GiB), (4711, "python", GiB), (4713, None, 64)]
+    assert (beta.used_bytes, beta.holders) == (0, [])
+    assert nvml.read_gpu("b") == beta
+    assert not driver.is_open
+
+
+def test_a_mig_slice_is_a_gpu_of_its_own(driver: SimpleNamespace) -> None:
+    driver.nvmlDeviceGetMigMode = lambda gpu: [gpu == "GPU-b", 1]
+    assert "split by MIG" in nvml.read_gpu("b").reason
+    driver.nvmlDeviceGetHandleByUUID = {"MIG-b": "GPU-a", "GPU-b": "GPU-b"}.__getitem__
+    assert nvml.read_gpu("b").name == "Alpha"
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "figure", "value"),
+    [
+        ("MemoryInfo", failing, "free_bytes", None),
+        ("MemoryInfo", lambda *_: SimpleNamespace(total=0, used=0, free=0), "used_bytes", None),
+        ("Name", failing, "name", None),
+        ("ComputeRunningProcesses", failing, "holders", []),
+    ],
 )
-
-
-def ask(*asked: str, said: str = "", **environ: str | Path) -> list[Any]:
-    """Evaluate expressions in a child, each after a mode of the driver. Expect what it writes as errors."""
-    env = {**os.environ, "LD_LIBRARY_PATH": "", **{name: str(value) for name, value in environ.items()}}
-    command = [sys.executable, "-W", "error", "-c", CHILD, *asked]
-    child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert (child.returncode, child.stderr) == (0, said)
-    return list(json.loads(child.stdout))
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The answers of the stand-in."""
-    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("needs a C compiler on Linux, to build the stand-in for libnvidia-ml")
-    folder = tmp_path_factory.mktemp("driver")
-    source = Path(__file__).parents[1] / "support" / "nvml_stub.c"
-    library = folder / "libnvidia-ml.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True)
-    found = ask(*ASKED, said="open\nclose\n", LD_LIBRARY_PATH=folder)
-    return dict(zip(ASKED, found, strict=True))
-
-
-def test_the_gpus_and_who_holds_their_memory(answers: dict[str, Any]) -> None:
-    alpha, beta = answers["|read_gpus()"]
-    assert alpha == {
-        "uuid": f"GPU-{ALPHA}",
-        "name": "Alpha",
-        "free_bytes": 24 * GiB - 4 * GiB - GiB // 2,
-        "used_bytes": 4 * GiB,
-        "holders": [
-            {"pid": 4712, "name": "Xorg", "used_bytes": 2 * GiB},
-            {"pid": 4711, "name": "python", "used_bytes": GiB},
-            {"pid": 4713, "name": None, "used_bytes": 64},
-        ],
-    }
-    assert beta["holders"] == []
-    assert answers[f"loud|read_gpu({BETA!r})"] == beta
-    assert "Not Found" in answers["|read_gpu('none')"]["reason"]
-
-
-def test_a_mig_slice_is_a_gpu_of_its_own_and_figures_that_cannot_be_read_are_none(
-    answers: dict[str, Any],
+def test_a_figure_that_cannot_be_read_is_none(
+    driver: SimpleNamespace, function: str, answer: Callable[..., Any], figure: str, value: object
 ) -> None:
-    part = answers[f"mig|read_gpu({SLICE!r})"]
-    assert (part["used_bytes"], part["free_bytes"]) == (GiB, 9 * GiB - GiB // 2)
-    assert "split by MIG" in answers[f"mig|read_gpu({BETA!r})"]["reason"]
-    for mode in ("memory:3", "zero", "old"):
-        gpus = answers[f"{mode}|read_gpus()"]
-        assert [(gpu["name"], gpu["free_bytes"]) for gpu in gpus] == [("Alpha", None), ("Beta", None)]
-    assert [gpu["name"] for gpu in answers["latin|read_gpus()"]] == [None, "Beta"]
-    private = answers[f"private|read_gpu({ALPHA!r})"]["holders"]
-    assert [holder["used_bytes"] for holder in private] == [None] * 3
-    assert answers[f"noprocesses:3|read_gpu({ALPHA!r})"]["holders"] == []
+    setattr(driver, f"nvmlDeviceGet{function}", answer)
+    driver.nvmlDeviceGetGraphicsRunningProcesses = lambda _: []
+    assert getattr(nvml.read_gpu("a"), figure) == value
 
 
-def test_an_error_of_the_driver_becomes_a_reason(answers: dict[str, Any], tmp_path: Path) -> None:
-    assert "Driver Not Loaded" in answers["init:9|read_gpus()"]["reason"]
-    assert "lost" in answers["lost|read_gpus()"]["reason"]
-    # A file that is no library: also on a machine with a driver, the loader stops at it.
-    (tmp_path / "libnvidia-ml.so.1").write_bytes(b"not a library")
-    (absent,) = ask("|read_gpus()", LD_LIBRARY_PATH=tmp_path)
-    assert "Library Not Found" in absent["reason"]
+def test_an_error_of_the_driver_becomes_a_reason(driver: SimpleNamespace, monkeypatch) -> None:
+    driver.nvmlDeviceGetHandleByIndex = failing
+    assert "the driver is lost" in nvml.read_gpus().reason
+    assert not driver.is_open
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "pynvml" in nvml.read_gpus().reason
