@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.allocator.trace import replay
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.host import HostMemory
-from tests.support.hardware import a_figure, a_profile
+from autobatch.device.profiles import load_profile
 
 HOST = HostMemory(16 * GiB, 8 * GiB, "a made-up machine")
 UNKNOWN = HostMemory(None, None, "not known")
@@ -68,8 +69,9 @@ def test_a_step_over_the_budget_raises_and_training_counts_nothing():
 
 
 def simulated(budget: str | None = "64MiB", *, total_bytes: int = 24 * GiB) -> SimulatedDevice:
-    context = a_figure(256 * MiB)
-    return SimulatedDevice(a_profile(total=a_figure(total_bytes), context=context), budget)
+    known, change = load_profile("rtx-3090"), msgspec.structs.replace
+    total, context = change(known.total, value=total_bytes), change(known.total, value=256 * MiB)
+    return SimulatedDevice(change(known, total=total, context=context), budget)
 
 
 def test_the_budget_of_a_simulated_gpu_is_what_its_context_and_a_headroom_leave():

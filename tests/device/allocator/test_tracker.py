@@ -14,7 +14,6 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.allocator.tracker import UPDATES, StorageTracker
-from autobatch.device.base import followed_modules
 
 F32 = 4
 
@@ -155,16 +154,6 @@ def test_an_addition_whose_summand_stays_alive_is_counted():
         (x * 2).sum().backward()
         storages = {each.untyped_storage() for each in (x, x.grad, *kept[0])}
         assert held(meter) == sum(storage.nbytes() for storage in storages)
-
-
-def test_blocks_are_told_by_the_module_that_made_them():
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
-    with tracker() as meter, followed_modules(model, meter):
-        model(torch.zeros(32, 8))
-        with pytest.raises(RuntimeError):
-            model(torch.zeros(32, 9))
-    names = [name for _, name in meter.trace().modules]
-    assert names == ["", "0", "", "1", "", "", "", "0", "", ""]
 
 
 def test_a_compiled_model_under_the_tracker_compiles_nothing() -> None:
