@@ -13,7 +13,6 @@ from __future__ import annotations
 import datetime
 import math
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +54,7 @@ from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.reference import NAMED_MODEL, WorkloadSource, find_workload, is_named_model
 from autobatch.workload.rng import preserved_generators
-from autobatch.workload.streams import COUNTED, ENDLESS, count_samples
+from autobatch.workload.streams import length_of_stream
 
 
 def run_estimate(workload: WorkloadSource, options: Options) -> Estimates:
@@ -129,9 +128,7 @@ def begin(run: Run) -> ToTrain:
     with run.trying:
         open_workload(run)
         process, info = run.process, run.process.info
-        samples = info.epoch_samples
-        if samples is None:
-            samples = _count(run, lambda: process.call("counting the samples", count_stream))
+        samples = info.epoch_samples or length_of_stream(options.steps)
         out = claim(run, info.name)
         limit(run)
         plan(run)
@@ -152,7 +149,7 @@ def begin(run: Run) -> ToTrain:
         check_same_data([info.data, data_of_setup(setup)], ["the probe", "the process that trains"])
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
-    return _budgeted(run, setup), _sampler_of(run, setup, samples), _inputs(run, info.data)
+    return _budgeted(run, setup), _sampler_of(run, setup), _inputs(run, info.data)
 
 
 def resume(run: Run) -> ToTrain:
@@ -174,9 +171,7 @@ def resume(run: Run) -> ToTrain:
         )
     shares = stored.parallel == "shard" and options.parallel != "replicate"
     setup = _open_to_train(run, workload, ranks.world if shares and ranks.world > 1 else None)
-    stream = setup.stream
-    samples = None if stream is None else _count(run, lambda: count_samples(stream))
-    sampler = _sampler_of(run, setup, samples)
+    sampler = _sampler_of(run, setup)
     schedule = setup.workload.schedule
     scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
     check_same_run(checkpoint, sampler, is_scheduled=scheduled)
@@ -249,35 +244,13 @@ def _open_to_train(run: Run, workload: Workload, shards: int | None) -> Setup:
     return open_setup(workload, run.options, role, is_demo=run.workload is None)
 
 
-def count_stream(setup: Setup) -> tuple[int, list[str]]:
-    """Count the samples of the stream of an open setup; see `count_samples`."""
-    return count_samples(setup.stream)
-
-
-def _count(run: Run, count: Callable[[], tuple[int, list[str]]]) -> int:
-    """Return the samples of an epoch of a stream, counted only if the run depends on its end."""
-    if run.options.epochs is None:
-        return ENDLESS
-    run.progress.note(COUNTED)
-    samples, remarks = run.ranks.once(count)
-    for line in remarks:
-        run.progress.note(line)
-    return samples
-
-
-def _sampler_of(run: Run, setup: Setup, samples: int | None) -> GlobalBatchSampler:
-    """Return the batches of the run.
-
-    Args:
-        run: of this rank.
-        setup: has the data.
-        samples: of an epoch of a stream.
-    """
+def _sampler_of(run: Run, setup: Setup) -> GlobalBatchSampler:
+    """Return the batches of the run."""
     if setup.stream is not None:
         note = split_note(setup.workload.train_data[0], run.ranks)  # type: ignore[index]
         if note is not None:
             run.progress.note(note)
-    return open_sampler(setup.workload, setup.stream, run.ranks, run.options, samples)
+    return open_sampler(setup.workload, setup.stream, run.ranks, run.options)
 
 
 def resume_hint(command: str, out: Path) -> str:

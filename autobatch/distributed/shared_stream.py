@@ -16,12 +16,10 @@ from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
-from autobatch.workload.streams import ENDLESS, StreamReader, StreamSampler
+from autobatch.workload.streams import StreamReader, StreamSampler, length_of_stream
 
 
-def open_sampler(
-    workload: Workload, stream: Any, ranks: Ranks, options: Options, samples: int | None = None
-) -> GlobalBatchSampler:
+def open_sampler(workload: Workload, stream: Any, ranks: Ranks, options: Options) -> GlobalBatchSampler:
     """Return the batches of a run, which are the same on all ranks.
 
     Args:
@@ -29,10 +27,9 @@ def open_sampler(
         stream: the data without one; None if they have one.
         ranks: the processes that train together.
         options: the target batch, the seed, and the length of the run.
-        samples: of an epoch of the stream; None for a stream whose end does not matter.
 
     Raises:
-        InputError: the sampler of the workload is invalid.
+        InputError: the sampler of the workload is invalid, or a run over a stream has no number of steps.
     """
     lengths: dict[str, Any] = {
         name: getattr(options, name) for name in ("target_batch", "seed", "steps", "epochs")
@@ -47,7 +44,7 @@ def open_sampler(
     reader = StreamReader(
         stream, options.seed, share=None if ranks.world == 1 else share, reads=ranks.rank == 0
     )
-    return StreamSampler(**lengths, samples=ENDLESS if samples is None else samples, reader=reader)
+    return StreamSampler(**lengths, samples=length_of_stream(options.steps), reader=reader)
 
 
 def split_note(first_sample: Any, ranks: Ranks) -> str | None:

@@ -40,7 +40,7 @@ from autobatch.workload.feed import Feed, open_feed
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, order_digest
 from autobatch.workload.reference import WorkloadSource, find_workload
 from autobatch.workload.split import Split, split_of
-from autobatch.workload.streams import COUNTED, StreamSampler, count_samples
+from autobatch.workload.streams import StreamSampler
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("autobatch")
@@ -262,7 +262,8 @@ def batches(
         optimizer: one or several, which train your model and step together.
         steps: optimizer steps of the run, ``start`` included; the run ends at the smaller of ``steps`` and
             ``epochs``.
-        epochs: passes over the data; 1 if neither ``steps`` nor ``epochs`` is given.
+        epochs: passes over the data; 1 if neither ``steps`` nor ``epochs`` is given. A stream takes
+            ``steps`` alone.
         start: optimizer steps to skip, to continue a run.
         seed: sets the order of data with an index.
         scaler: the loss scaler of fp16 training; a batch whose gradient overflows takes no step.
@@ -345,16 +346,12 @@ def _sampler_of(workload: Workload, ranks: Ranks, options: Options) -> GlobalBat
     """Return the batches of the run, which are the same on all ranks.
 
     Raises:
-        InputError: the sampler of the workload is invalid, or the ranks read other data.
+        InputError: the sampler of the workload is invalid, the ranks read other data, or a stream is to be
+            read without a number of steps.
     """
     data: Any = workload.train_data
-    stream, samples = data if is_stream(data) else None, None
-    if stream is not None and options.epochs is not None:
-        logger.warning(COUNTED)
-        samples, remarks = ranks.once(lambda: count_samples(stream))
-        for line in remarks:
-            logger.warning(line)
-    sampler = open_sampler(workload, stream, ranks, options, samples)
+    stream = data if is_stream(data) else None
+    sampler = open_sampler(workload, stream, ranks, options)
     if ranks.world > 1 and stream is None:
         digest = None if sampler.order is None else order_digest(sampler.order)
         ranks.check_equal({"number of batches": sampler.total, "order of the sampler": digest})

@@ -42,8 +42,6 @@ class GlobalBatch:
 
     index: int
     """Number of the batch in the run, from 0."""
-    epoch: int
-    """Epoch of the first sample, from 0."""
     ids: list[int]
 
 
@@ -97,7 +95,7 @@ class GlobalBatchSampler:
                     drawn, order = epoch, self.order_of(epoch)
                 # Plain integers, which any data take as an index.
                 ids += np.asarray(order[place : place + size - len(ids)]).tolist()
-            yield GlobalBatch(index, first // self.samples, ids)
+            yield GlobalBatch(index, ids)
 
     def order_of(self, epoch: int) -> Sequence[int] | Integers:
         """Return the samples of an epoch in order."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from typing import Any
@@ -40,14 +40,9 @@ IN_STREAM = -2
 END = object()
 """Takes the place of a sample at the end of an epoch."""
 ENDLESS = 2**62
-"""Length of a stream for the arithmetic of batches if nothing depends on its end."""
+"""Length of a stream for the arithmetic of batches, in which nothing depends on its end."""
 COMPARED = 8
 """Samples of each loader process that are compared with those of the others."""
-COUNTED = (
-    "epochs need the number of samples, so the stream is read once to its end: give the number of optimizer "
-    "steps instead (--steps N) if that takes long, or if it has no end"
-)
-"""Remark on `count_samples`."""
 
 
 class Prefix(list[Any]):
@@ -80,19 +75,18 @@ def stream_notes(data: Any) -> list[str]:
     ]
 
 
-def count_samples(stream: Any) -> tuple[int, list[str]]:
-    """Read a stream once to its end; return the number of samples, and a remark if it says another one.
+def length_of_stream(steps: int | None) -> int:
+    """Return `ENDLESS`, after a check that a number of steps ends the run.
 
     Raises:
-        InputError: it has no sample.
+        InputError: nothing does.
     """
-    with preserved_random_state():
-        samples = sum(1 for _ in StreamReader(stream).epoch())
-    with suppress(TypeError):  # also torch's own way to say that the length is unknown
-        if len(stream) != samples:
-            said = f"the __len__ of the stream says {len(stream):,}"
-            return samples, [f"{said}, and {samples:,} came: an epoch has these"]
-    return samples, []
+    if steps is None:
+        raise InputError(
+            "a stream does not tell how many samples an epoch has: give the number of optimizer steps, "
+            "--steps N"
+        )
+    return ENDLESS
 
 
 class StreamReader:
@@ -247,17 +241,13 @@ class StreamSampler(GlobalBatchSampler):
     held: dict[int, Any] = field(default_factory=dict)
     """Samples of the current batch by their places, in place of the training data."""
 
-    def order_of(self, epoch: int) -> range:
-        """Return the places of the samples of an epoch, which are read in order."""
-        return range(self.samples)
-
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Read the batches of the run, from number ``start`` on, which is where the reader is."""
         for index in range(start, self.total):
             places = range(self.seen(index), self.seen(index + 1))
             self.held.clear()  # before the next samples take memory
             self.held.update(zip(places, self.reader.read(len(places)), strict=True))
-            yield GlobalBatch(index, places[0] // self.samples, list(places))
+            yield GlobalBatch(index, list(places))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the stream, between two batches."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
-from torch.utils.data import DataLoader
 
 import autobatch
 from autobatch import InputError, NonFiniteError, WholeBatchLoss
@@ -81,16 +80,6 @@ def test_batches_are_iterated_once() -> None:
 PLAN = small_plan()
 
 
-def test_a_stream_without_an_end_is_remarked_on_before_it_is_read(caplog: pytest.LogCaptureFixture) -> None:
-    def endless() -> Iterator[Any]:
-        yield from points()
-        raise KeyboardInterrupt  # of a user who waits for the end
-
-    with pytest.raises(KeyboardInterrupt):
-        autobatch.batches(make_workload(train_data=endless), PLAN, optimizer=sgd(network()))
-    assert "give the number of optimizer steps instead" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -99,17 +88,7 @@ def test_a_stream_without_an_end_is_remarked_on_before_it_is_read(caplog: pytest
         ({"plan": msgspec.structs.replace(PLAN, parallel="shard")}, "parallel='replicate'"),
         ({"workload": points()}, "must be an autobatch.Workload"),
         ({"workload": make_workload(loss=WholeBatchLoss(represent=mean_loss, loss=mean_loss))}, "fit"),
-        ({"workload": make_workload(train_data=lambda: iter(()))}, "has 0 samples"),
-        (
-            {"workload": make_workload(train_data=lambda: (torch.ones(4, 3), torch.ones(4)))},
-            r"looks like a batch: .* yield from zip",
-        ),
-        ({"workload": make_workload(train_data=lambda: None)}, r"returned nothing \(None\), .*: write a"),
-        ({"workload": make_workload(train_data=lambda: "mnist")}, "returned a str, which has no samples"),
-        (
-            {"workload": make_workload(train_data=lambda: DataLoader(points(), batch_size=4))},
-            r"a DataLoader, which yields batches in place of samples: .*from_loader",
-        ),
+        ({"workload": make_workload(train_data=lambda: iter(points()))}, "stream .* --steps N"),
         ({"steps": 0}, "steps must be a whole number of 1 or more, found 0"),
         ({"start": -1}, "start must be a whole number of 0 or more, found -1"),
         ({"optimizer": torch.optim.SGD}, "optimizers of torch.optim, found a type"),

@@ -115,13 +115,11 @@ def scan(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda samples: monkeypatch.setattr("autobatch.workload.streams.SCAN", samples)
 
 
-def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(tmp_path: Path, scan: Any) -> None:
-    scan(8)
-    result, notes = fit_and_hear(make_workload(train_data=stream), tmp_path / "run", epochs=2, **OPTIONS)
-    assert any("so the stream is read once to its end" in note for note in notes)
-    assert any("this is planned from its first 8 samples" in note for note in notes)
-    assert (result.training.optimizer_steps, result.training.samples) == (7, 2 * SAMPLES)
-    assert_trained(result, by_hand(TWICE.tolist()))
+@pytest.mark.parametrize("lengths", [{}, {"epochs": 2}])
+def test_a_run_over_a_stream_needs_steps(tmp_path: Path, lengths: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=r"does not tell how many samples .* --steps N"):
+        fit(make_workload(train_data=stream), tmp_path / "run", **lengths)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empty_one_is_refused() -> None:
@@ -135,7 +133,8 @@ def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empt
 def test_a_run_in_steps_needs_no_end_of_the_stream_and_resumes_within_it(tmp_path: Path, scan: Any) -> None:
     scan(8)
     workload = make_workload(train_data=endless)
-    whole = fit(workload, tmp_path / "whole", steps=5)
+    whole, notes = fit_and_hear(workload, tmp_path / "whole", steps=5, **OPTIONS)
+    assert any("this is planned from its first 8 samples" in note for note in notes)
     assert (whole.training.optimizer_steps, whole.training.samples) == (5, 30)
     assert_trained(whole, by_hand(TWICE[:30].tolist()))
     fit(workload, tmp_path / "parts", steps=4)

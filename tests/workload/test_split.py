@@ -22,7 +22,7 @@ from tests.support.ragged import padded_and_real
 @given(st.integers(0, 300), st.integers(1, 6), st.integers(1, 40), st.sampled_from([1, 4]))
 def test_the_slices_of_all_ranks_are_the_batch(samples: int, world: int, limit: int, multiple: int) -> None:
     limit = multiple * -(-limit // multiple)
-    batch = GlobalBatch(7, 1, [1000 + place for place in range(samples)])
+    batch = GlobalBatch(7, [1000 + place for place in range(samples)])
     of_ranks = [Split(rank, world, multiple).parts(batch, limit) for rank in range(world)]
     parts = [part for of_rank in of_ranks for part in of_rank]
     assert [pair for part in parts for pair in zip(part.places, part.ids, strict=True)] == [
@@ -90,7 +90,7 @@ def split_of(sizes: Any, tokens: float, **more: Any) -> SizeSplit:
 def test_ranks_take_each_sample_once_within_their_limit(sizes: list[int], shrunk: float, world: int) -> None:
     largest = split_of(sizes, 120).largest
     limit = max(1, int(largest * shrunk))
-    batch = GlobalBatch(3, 0, list(range(len(sizes)))[::-1])
+    batch = GlobalBatch(3, list(range(len(sizes)))[::-1])
     seen: list[int] = []
     counts, rounds = [], set()
     for rank in range(world):
@@ -123,7 +123,7 @@ def test_little_of_a_batch_is_padding_and_ranks_share_its_area_to_one_percent(na
             ),
         }
         sizes = lengths[name].astype(int).clip(2, 512).astype(float)
-        batch = GlobalBatch(1, 0, list(range(len(sizes))))
+        batch = GlobalBatch(1, list(range(len(sizes))))
         limit = split_of(sizes, 8 * 512).largest
         areas, groups = [], []
         for rank in range(world):
@@ -138,10 +138,10 @@ def test_little_of_a_batch_is_padding_and_ranks_share_its_area_to_one_percent(na
 
 
 def test_equal_sizes_and_one_micro_batch_keep_their_order() -> None:
-    parts = split_of([3.0, 40.0, 5.0, 38.0, 4.0, 39.0], 160).parts(GlobalBatch(0, 0, [0, 1, 2, 3, 4, 5]), 53)
+    parts = split_of([3.0, 40.0, 5.0, 38.0, 4.0, 39.0], 160).parts(GlobalBatch(0, [0, 1, 2, 3, 4, 5]), 53)
     assert [part.ids for part in parts] == [part.places for part in parts] == [[1, 5, 3], [2, 4, 0]]
     for tokens in (6, 10):
-        equal = split_of([2.0] * 5, tokens).parts(GlobalBatch(1, 0, [4, 0, 3, 1, 2]), tokens // 2)
+        equal = split_of([2.0] * 5, tokens).parts(GlobalBatch(1, [4, 0, 3, 1, 2]), tokens // 2)
         assert [i for part in equal for i in part.ids] == [4, 0, 3, 1, 2]
 
 
@@ -156,6 +156,6 @@ def test_after_an_error_the_failed_sizes_run_in_micro_batches_of_at_most_half(
         part = MicroBatchIds(0, range(size), [index] * size)
         shrunk = split.halved(part, split.largest)
         assert 1 <= shrunk <= split.largest
-        again = split.parts(GlobalBatch(0, 0, [index] * size), shrunk)
+        again = split.parts(GlobalBatch(0, [index] * size), shrunk)
         assert max(len(each.ids) for each in again) <= -(-size // 2)
     assert [split.of_longest(m) for m in (split.largest, 1)] == [longest, 1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from autobatch import InputError
 from autobatch.workload.streams import ENDLESS, StreamReader, StreamSampler
@@ -62,6 +62,9 @@ def test_workers_read_the_same_samples() -> None:
         (lambda: iter([]), 0, "has 0 samples"),
         (iter(range(6)), 0, "in epoch 2 .* has 0 samples"),
         (lambda: (torch.ones(4, 3), torch.ones(4)), 0, r"like a batch: .*zip.*\n.*test_streams.py:\d+\)"),
+        (lambda: None, 0, r"returned nothing \(None\), which has no samples: write a"),
+        (lambda: "mnist", 0, "returned a str, which has no samples"),
+        (lambda: DataLoader(Numbers(), 4), 0, "a DataLoader, which yields batches in place .*from_loader"),
         (lambda: iter(range(6)), 2, r"--workers 2\) cannot share .*\n.*test_streams.py:\d+\)"),
         (Numbers(40), 2, "each of 2 loader processes yields the same samples"),
     ],
