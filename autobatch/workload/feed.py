@@ -17,25 +17,20 @@ the workers first, and the checkpoint would never be written. The kernel ends th
 
 from __future__ import annotations
 
-import io
 import multiprocessing.util
-import os
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.errors import AutobatchError
 from autobatch.core.signals import STOPPING, end_with_parent, hold_back_signals
 from autobatch.device.oom import Verdict, classify
 from autobatch.workload.contract import Collated, Workload
@@ -48,8 +43,8 @@ from autobatch.workload.user_code import to_picklable, user_code
 
 AHEAD = 2
 """Micro-batches that a worker fetches ahead, as in torch's own loader."""
-LONGEST_SOCKET = 107 if sys.platform == "linux" else 103
-"""Bytes in the path of a socket (``sun_path`` in unix(7), without its final zero)."""
+PATIENCE = 1800
+"""Seconds after which a loop no longer waits for its workers, for example if a batch cannot be pickled."""
 START_METHOD = "fork" if sys.platform == "linux" else None
 """Start method of workers; None for Python's default. Fork is safe on Linux: the workload need not be
 importable, and its data is not copied."""
@@ -87,20 +82,11 @@ class MicroBatches(Dataset[Any]):
         """Return a micro-batch in a worker, or the error that prevented it, of which torch keeps no notes."""
         assert self.seed is not None
         try:
-            batch = self._load_seeded(self.seed, part)
+            return self._load_seeded(self.seed, part)
         except (Exception, SystemExit) as error:
             if classify(error) is not Verdict.NONE:
                 raise  # torch sends its type and text to the loop, and the recovery needs both
             return to_picklable(error)
-        try:
-            # The queue silently drops what it cannot pickle, and the loop would wait for it in vain.
-            _WithoutTensorData(io.BytesIO()).dump(batch)
-        except Exception as error:
-            return InputError(
-                f"a micro-batch cannot be sent from a loader worker ({type(error).__name__}: {error}): "
-                "return tensors in tuples, lists or dictionaries from collate, or use --workers 0"
-            )
-        return batch
 
     def _load_seeded(self, seed: int, part: MicroBatchIds) -> Collated:
         """Collate a micro-batch with a seed for every sample."""
@@ -111,13 +97,6 @@ class MicroBatches(Dataset[Any]):
             samples += fetch(self._data, [sample])
         seed_generators(seed, part.batch_index, part.places[0], COLLATING)
         return collate_samples(samples, self._collate)
-
-
-class _WithoutTensorData(ForkingPickler):
-    """A pickler that skips the data of tensors, which goes through shared memory."""
-
-    def reducer_override(self, value: Any) -> Any:
-        return (int, ()) if isinstance(value, Tensor) else NotImplemented
 
 
 class Feed:
@@ -177,9 +156,11 @@ def open_feed(
     split = split or Split()
     options: dict[str, Any] = {}
     if workers:
-        open_socket_folder()
+        # All workers use this process's folder for sockets, and none leaves one of its own behind.
+        multiprocessing.util.get_temp_dir()
         options = {
             "num_workers": workers,
+            "timeout": PATIENCE,
             "prefetch_factor": AHEAD,
             "worker_init_fn": workload.init_worker,
             "multiprocessing_context": START_METHOD,
@@ -209,22 +190,6 @@ def open_feed(
         ) from error
     finally:
         feed.close()
-
-
-def open_socket_folder() -> None:
-    """Make this process's folder for the sockets through which its workers send tensors.
-
-    Without it, each worker makes one of its own, and leaves it behind if it is killed. If the folder for
-    temporary files has a long path, it is made in ``/tmp``, as by Python 3.14: a worker that cannot open its
-    socket sends nothing, and the loop would wait for it in vain.
-    """
-    usual = tempfile.gettempdir()
-    if len(os.fsencode(f"{usual}/pymp-12345678/listener-12345678")) > LONGEST_SOCKET and os.name == "posix":
-        tempfile.tempdir = "/tmp"
-    try:
-        multiprocessing.util.get_temp_dir()
-    finally:
-        tempfile.tempdir = usual
 
 
 class WorkerFeed(Feed):

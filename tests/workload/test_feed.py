@@ -86,8 +86,6 @@ def test_samples_arrive_as_they_were_collated_and_are_read_one_at_a_time(workers
             {"train_data": [torch.zeros(n) for n in range(24)]},
             r"cannot be collated .* give Workload\(collate=…\)",
         ),
-        # torch's queue would drop it, and the loop would wait in vain.
-        ({"collate": lambda samples: {"lock": threading.Lock()}}, "cannot be sent from a loader worker"),
     ],
 )
 def test_errors_of_the_collate_function_are_those_of_the_user(fields: dict[str, Any], message: str) -> None:
@@ -106,6 +104,17 @@ def test_out_of_memory_in_a_worker_shrinks_the_micro_batch() -> None:
         records = list(loop.run())
     assert [record.micro_batch for record in records] == [2] * 6
     assert "MemoryError" in (records[0].recovered or "")
+
+
+def test_a_micro_batch_that_cannot_be_sent_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's queue drops it."""
+    monkeypatch.setattr("autobatch.workload.feed.PATIENCE", 2)
+    workload = make_workload(collate=lambda samples: {"lock": threading.Lock()})
+    with (
+        pytest.raises(RuntimeError, match="timed out after 2 seconds"),
+        fed_loop(workload, workers=1) as loop,
+    ):
+        list(loop.run())
 
 
 # Ends of workers.
