@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -46,8 +46,6 @@ from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from autobatch.distributed.shard import ShardedModel
 
 MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches on the device, each with its number of samples."""
@@ -215,7 +213,7 @@ class Shared(Whole):
 
     def __init__(self, ranks: Ranks, train_state: TrainState, filler: Filler) -> None:
         super().__init__(ranks, train_state)
-        self.mesh = cast("ShardedModel", train_state.placement).mesh
+        self.mesh = train_state.mesh
         self._filler = filler
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
 

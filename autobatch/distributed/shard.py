@@ -100,8 +100,6 @@ class ShardedModel(nn.Module):
         mesh: the ranks.
     """
 
-    is_shared = True
-
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__()
         self.model = model
@@ -112,10 +110,11 @@ class ShardedModel(nn.Module):
         return function(self.model, batch)
 
     def attach(self, train_state: TrainState) -> None:
-        """Let the loss of a train state run through the root."""
+        """Let what a train state calls of the model run through the root."""
         loss = train_state.loss
         train_state.loss = lambda _, batch: self(loss, batch)
-        train_state.placement = self
+        train_state.run, train_state.forget_gathered = self, self.forget_gathered
+        train_state.mesh = self.mesh
 
     def materialize(self, device: torch.device) -> None:
         """Take memory for the parts of this rank of a model on ``meta``: any parameters, and buffers of 0."""

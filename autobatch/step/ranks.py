@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import Collated, kind_of
+from autobatch.workload.contract import kind_of
 from autobatch.workload.nested import map_tensors, tensors_of
 
 
@@ -34,33 +33,6 @@ class StepRanks:
     def complete(self, rows: Rows, known: int) -> None:
         """Fill in the rows of a batch that this rank does not know; all ranks call it."""
         rows.repeat(known)
-
-
-class Placement(Protocol):
-    """The way in which ranks hold a model: each a whole one, or together (`distributed.shard`)."""
-
-    is_shared: bool
-
-    def __call__(self, function: Callable[[nn.Module, Collated], Any], batch: Collated, /) -> Any:
-        """Call a function of the model and a micro-batch; all ranks that share it call it together."""
-
-    def forget_gathered(self) -> None:
-        """Let each rank hold its parts only, as a state dict needs them; a forward pass gathers again."""
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """A model that each rank has whole."""
-
-    model: nn.Module
-    is_shared = False
-
-    def __call__(self, function: Callable[[nn.Module, Collated], Any], batch: Collated, /) -> Any:
-        """See `Placement.__call__`."""
-        return function(self.model, batch)
-
-    def forget_gathered(self) -> None:
-        """Do nothing, as nothing was gathered."""
 
 
 class Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +19,13 @@ from autobatch.step.counts import CountsAhead
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers, parameters_of
 from autobatch.step.optimizers import build_optimizers
-from autobatch.step.ranks import Placement, StepRanks, WholeModel
+from autobatch.step.ranks import StepRanks
 from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
 from autobatch.workload.nested import feed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches, each with its number of samples."""
@@ -56,12 +60,16 @@ class TrainState:
     """Average of the weights, updated by every applied step; None for no average."""
     ranks: StepRanks = field(default_factory=StepRanks)
     """What a step asks of the other ranks."""
-    placement: Placement = field(init=False)
-    """How this rank holds the model, and runs it."""
+    mesh: DeviceMesh | None = None
+    """The ranks that share the model; None if each has a whole one."""
+    run: Callable[[Callable[[nn.Module, Collated], Any], Collated], Any] = field(init=False)
+    """Calls a function of the model and a micro-batch; all ranks that share the model call it together."""
+    forget_gathered: Callable[[], None] = lambda: None
+    """Lets a rank hold its parts only of a shared model, so that changed weights are gathered anew."""
 
     def __post_init__(self) -> None:
         """Begin with a whole model."""
-        self.placement = WholeModel(self.model)
+        self.run = lambda function, batch: function(self.model, batch)
 
     def feed(self, fetched: MicroBatches, meter: Meter) -> MicroBatches:
         """Move the micro-batches of a batch to the device, as often as the loss needs; see `nested.feed`."""
@@ -73,10 +81,10 @@ class TrainState:
         """Replace the weights by their averages within the block, if there are any."""
         try:
             with nullcontext() if self.average is None else self.average.swapped_in():
-                self.placement.forget_gathered()
+                self.forget_gathered()
                 yield
         finally:
-            self.placement.forget_gathered()
+            self.forget_gathered()
 
 
 @dataclass(frozen=True, kw_only=True)

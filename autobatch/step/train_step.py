@@ -254,14 +254,14 @@ def _follow_step(train_state: TrainState) -> None:
     """Do what follows a step that moved a weight: the user's ``after_step``, and the weight average."""
     if train_state.after_step is not None:
         # Of a shared model, gathered weights would lose what is written to them.
-        train_state.placement.forget_gathered()
+        train_state.forget_gathered()
         held = dict(train_state.model.named_parameters())
         with torch.no_grad(), user_code("after_step"):
             train_state.after_step(train_state.model)
         now = dict(train_state.model.named_parameters())
         other = [name for name in {**held, **now} if held.get(name) is not now.get(name)]
         # The forward pass of a shared model may leave others in their place.
-        if other and not train_state.placement.is_shared:
+        if other and train_state.mesh is None:
             raise InputError(
                 f"the workload's after_step{place_of(train_state.after_step)} added, removed or replaced the "
                 f"parameter {other[0]!r}, which the optimizer then does not train: change its values in "

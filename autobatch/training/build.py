@@ -75,7 +75,7 @@ def open_loop(
             ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
             return to_device(load_micro_batch(setup.workload, ids), device.torch_device)
 
-        if train_state.placement.is_shared:
+        if train_state.mesh is not None:
             engine: Whole = Shared(ranks, train_state, filler)
         else:
             engine = Whole(ranks, train_state)

@@ -163,7 +163,7 @@ def _eval_mode(train_state: TrainState) -> Iterator[None]:
         for module, training in modes:
             module.training = training
     # Without a backward pass the last gathered parameters are still whole.
-    train_state.placement.forget_gathered()
+    train_state.forget_gathered()
 
 
 def _sums_of(loop: Loop, ids: range) -> Sums | str:
@@ -179,13 +179,13 @@ def _sums_of(loop: Loop, ids: range) -> Sums | str:
             with precision_context(train_state.device, train_state.precision):
                 if not isinstance(workload.loss, WholeBatchLoss):
                     with user_code("loss", workload.loss):
-                        terms = terms_of(train_state.placement(workload.loss, micro_batch))
+                        terms = terms_of(train_state.run(workload.loss, micro_batch))
                         for name, term in terms.items():
                             place = (LOSS, name) if name else (LOSS,)
                             sums[place] = _total_and_count(place[-1], term, len(ids))
                 if workload.metrics is not None:
                     with user_code("metrics", workload.metrics):
-                        metrics = train_state.placement(workload.metrics, micro_batch)
+                        metrics = train_state.run(workload.metrics, micro_batch)
                         for name, value in _named(metrics).items():
                             sums[name,] = _total_and_count(name, value, len(ids))
             return sums
