@@ -60,7 +60,7 @@ def loss(model: Dino, views: Tensor) -> Tensor:
     return -sum((one * other).sum(1).mean() for one, other in zip(wanted, guessed, strict=True)) / 2
 
 
-def after_step(model: Dino) -> None:
+def follow(model: Dino) -> None:
     """Move the teacher and the centre, once for the whole batch."""
     if torch.distributed.is_initialized():  # each rank has added up its own samples
         torch.distributed.all_reduce(model.total)
@@ -70,10 +70,17 @@ def after_step(model: Dino) -> None:
     model.total.zero_()
 
 
+def optimizer(model: Dino, learning_rate: float) -> torch.optim.Optimizer:
+    """Return an optimizer whose steps the teacher follows."""
+    made = torch.optim.AdamW(model.student.parameters(), learning_rate)
+    made.register_step_post_hook(lambda *_: follow(model))
+    return made
+
+
 def workload() -> autobatch.Workload:  # +
-    """Return the model, the data, the loss, and what follows each step."""
-    parts = {"model": Dino, "train_data": Views(), "loss": loss, "after_step": after_step}  # +
-    return autobatch.Workload(**parts, optimizer=torch.optim.AdamW, learning_rate=1e-3)  # +
+    """Return the model, the data, the loss, and the optimizer."""
+    parts = {"model": Dino, "train_data": Views(), "loss": loss, "optimizer": optimizer}  # +
+    return autobatch.Workload(**parts, learning_rate=1e-3)  # +
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from autobatch.workload.order import GlobalBatchSampler
 from tests.support.libraries import installed
 from tests.support.rank_server import RankServer
 from tests.support.sample_run import a_run, a_step
-from tests.support.training import apart, reference, weights
+from tests.support.training import apart, reference, then, weights
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -58,7 +58,7 @@ def test_a_sink_hands_known_numbers_to_a_tracker(monkeypatch: pytest.MonkeyPatch
     run.close.assert_called_once_with()
 
 
-LONGEST = 80
+LONGEST = 90
 ADDED = "  # +"
 """Mark of the lines that a script of a library has more with autobatch."""
 LIBRARIES = {
@@ -122,6 +122,10 @@ TARGET, LARGEST, STEPS = 100, 37, 4
 """Batch, largest micro-batch and optimizer steps."""
 
 
+def momentum(parameters: Any, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, rate, momentum=0.9)
+
+
 def in_float64(workload: Workload) -> Workload:
     """Return a workload whose samples are drawn once, in float64, and which is trained by SGD.
 
@@ -135,7 +139,7 @@ def in_float64(workload: Workload) -> Workload:
         workload,
         model=lambda: copy.deepcopy(model),
         train_data=[double(data[index]) for index in range(len(data))],
-        optimizer=lambda parameters, rate: torch.optim.SGD(parameters, rate, momentum=0.9),
+        optimizer=momentum,
         schedule=None,
         learning_rate=0.05,
     )
@@ -158,17 +162,21 @@ def test_a_program_of_the_gallery_is_exact(
 ) -> None:
     """The oracle is a loop of torch over whole batches in float64. BatchNorm is what is not exact."""
     monkeypatch.syspath_prepend(EXAMPLES)  # an example may import those beside it
-    workload = importlib.import_module(name.partition(" ")[0]).workload()
+    example = importlib.import_module(name.partition(" ")[0])
+    workload, follow = example.workload(), getattr(example, "follow", None)
     if name.endswith("groups"):
         workload = replace(workload, model=partial(workload.model, partial(nn.GroupNorm, 4)))
     exact = in_float64(workload)
+    followed = replace(exact, optimizer=momentum if follow is None else then(momentum, follow))
     fitted = autobatch.fit(
-        exact, target_batch=TARGET, max_micro_batch=LARGEST, steps=STEPS, trials=0, device="cpu",
+        followed, target_batch=TARGET, max_micro_batch=LARGEST, steps=STEPS, trials=0, device="cpu",
         memory_budget="1GiB", precision="fp32", progress=False, out=tmp_path / "run",
     ).model  # fmt: skip
     order = GlobalBatchSampler(samples=len(exact.train_data), target_batch=TARGET, seed=0, steps=STEPS)
     batches = [batch.ids for batch in order.batches()]
-    expected, _ = reference(exact, batches, lambda model, batch: mean_of(exact.loss(model, batch)))
+    expected, _ = reference(
+        exact, batches, lambda model, batch: mean_of(exact.loss(model, batch)), after_step=follow
+    )
     off = apart(weights(fitted) - weights(exact.model()), expected - weights(exact.model()))
     assert off > 1e-3 if name == "imagenet" else off <= 1e-12
 

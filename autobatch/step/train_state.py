@@ -52,8 +52,6 @@ class TrainState:
     """The buffers at the start of the current batch."""
     items_per_sample: float | None = None
     """Items per sample in the first `Loss` with a count above 0; None before that, then fixed for the run."""
-    after_step: Callable[[nn.Module], object] | None = None
-    """The user's own change of the model after each applied step; None for none."""
     counts: CountsAhead | None = None
     """Counts of the terms of the loss, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
@@ -148,7 +146,6 @@ def build_train_state(
         gradients=Gradients(model, optimizers, dtype=settings.gradient_dtype),
         # Both passes over a batch must see the same buffers.
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
-        after_step=workload.after_step,
         average=None if settings.ema is None else WeightAverage(parameters, settings.ema),
     )
 

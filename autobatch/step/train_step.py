@@ -37,7 +37,7 @@ from autobatch.step.loss import (
 from autobatch.step.train_state import MicroBatches, TrainState, precision_context
 from autobatch.step.whole_batch import accumulate_whole
 from autobatch.workload.contract import WholeBatchLoss
-from autobatch.workload.user_code import mark_user_error, place_of, user_code
+from autobatch.workload.user_code import mark_user_error, user_code
 
 COUNT_TOLERANCE = 1e-5
 """Relative difference of two sums of the same counts, which may be weights in float32."""
@@ -149,7 +149,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     """Turn the accumulated gradients into one optimizer step, and free them.
 
     The order is: measure and check the norms, normalize and clip in one multiplication, unscale, step, update
-    the loss scale, call the user's ``after_step``, update the weight average, free the gradients. The check
+    the loss scale, update the weight average, free the gradients. The check
     comes before the clip, because a non-finite norm would clip nothing. Unscaling is part of the step,
     because some optimizers do it themselves; a loss scale is a power of two, so this changes no result.
     Schedules, counters and records follow in `autobatch.training`.
@@ -199,8 +199,8 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     if any(steps) or (may_step and not math.isnan(scale)):
         train_state.buffers.commit()
         _take_steps(train_state, has_gradient)
-        if any(steps):
-            _follow_step(train_state)
+        if any(steps) and train_state.average is not None:
+            train_state.average.update()
     train_state.gradients.clear()
     return StepResult(
         loss=loss,
@@ -240,7 +240,8 @@ def _take_steps(train_state: TrainState, has_gradient: list[bool]) -> None:
     The loss scale skips optimizers whose gradients overflowed, and refuses one without any gradient.
     """
     train_state.gradients.round_sums()
-    with user_code("optimizer"):
+    # Hooks of the user's, which follow a step, change weights.
+    with torch.no_grad(), user_code("optimizer"):
         for optimizer, has in zip(train_state.optimizers, has_gradient, strict=True):
             if has:
                 train_state.scaler.step(optimizer)
@@ -248,24 +249,3 @@ def _take_steps(train_state: TrainState, has_gradient: list[bool]) -> None:
                 optimizer.step()
         if any(has_gradient):
             train_state.scaler.update()
-
-
-def _follow_step(train_state: TrainState) -> None:
-    """Do what follows a step that moved a weight: the user's ``after_step``, and the weight average."""
-    if train_state.after_step is not None:
-        # Of a shared model, gathered weights would lose what is written to them.
-        train_state.forget_gathered()
-        held = dict(train_state.model.named_parameters())
-        with torch.no_grad(), user_code("after_step"):
-            train_state.after_step(train_state.model)
-        now = dict(train_state.model.named_parameters())
-        other = [name for name in {**held, **now} if held.get(name) is not now.get(name)]
-        # The forward pass of a shared model may leave others in their place.
-        if other and train_state.mesh is None:
-            raise InputError(
-                f"the workload's after_step{place_of(train_state.after_step)} added, removed or replaced the "
-                f"parameter {other[0]!r}, which the optimizer then does not train: change its values in "
-                "place, for example with copy_ or lerp_"
-            )
-    if train_state.average is not None:
-        train_state.average.update()

@@ -314,8 +314,8 @@ def _judge(
         if all(torch.equal(t, of_whole.get(name, t)) for name, t in of_part.items()):
             return Finding(unchecked=f"{said}, and {writes} whatever the samples are")
         cause = (
-            f"{writes}, through which micro-batches see each other. Write it once per batch, in "
-            "Workload(after_step=…)"
+            f"{writes}, through which micro-batches see each other. Write it once per batch, "
+            "after the optimizer's step (docs/loss.md)"
         )
     else:
         cause = CAUSE_IN_ROWS if isinstance(setup.workload.loss, WholeBatchLoss) else CAUSES

@@ -94,7 +94,7 @@ NEEDED = {
 """Fields that are functions and have no default, each with what to write."""
 LOSSES_OF_TORCH = ("torch.nn.functional", "torch.nn.modules.loss", "torch", "torch._C._nn")
 """Modules of functions and classes that know no model."""
-OPTIONAL = ("collate", "schedule", "after_step", "metrics", "counts", "size_of", "init_worker")
+OPTIONAL = ("collate", "schedule", "metrics", "counts", "size_of", "init_worker")
 """Fields that are functions or None."""
 
 
@@ -128,10 +128,6 @@ class Workload:
     """Maps ``(optimizer, optimizer steps of the run)`` to a schedule that advances once per optimizer step; a
     third argument ``steps_per_epoch`` gets that number. Or maps the number of steps taken to the factor of
     the learning rate, as for ``LambdaLR``. None to keep the learning rate constant."""
-    after_step: Callable[[Any], object] | None = None
-    """Called with the model after each optimizer step, without gradients, on every rank: a teacher follows,
-    weights are clipped. Not called after a step that was skipped. What it remembers must be in buffers or
-    parameters of the model. None for nothing."""
     metrics: Callable[[Any, Collated], Mapping[str, Tensor | Loss]] | None = None
     """Returns further figures for validation, each a mean over samples or a `Loss`; None for no metrics."""
     counts: Callable[[Collated], Mapping[str, float | Tensor]] | None = None

@@ -17,7 +17,7 @@ from autobatch.core.units import GiB, MiB
 from autobatch.training.run import train as run_loop
 from tests.support.probes import Listener
 from tests.support.runs import rows, settings
-from tests.support.training import Rows, adamw, apart, make_loop, make_workload, weights
+from tests.support.training import Rows, adamw, apart, make_loop, make_workload, then, weights
 
 SINCE, STEPS = 4, 7
 TARGET = 64
@@ -55,9 +55,8 @@ def train(out: Path, heard: Listener, *, is_late: bool) -> tuple[Tensor, Trainin
         model=lambda: Late(is_late),
         train_data=samples(128),
         validation_data=samples(48, seed=1),
-        optimizer=adamw,
+        optimizer=then(adamw, lambda model: model.steps.add_(1)),
         learning_rate=0.01,
-        after_step=lambda model: model.steps.add_(1),
     )
     loop = make_loop(workload, target_batch=TARGET, micro_batch=TARGET, steps=STEPS)
     record = run_loop(loop, settings(out, target_batch=TARGET, validate_every=STEPS // 2), heard)

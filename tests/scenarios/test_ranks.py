@@ -22,7 +22,17 @@ from tests.support.rank_server import RankServer
 from tests.support.runs import keep_only, rows
 from tests.support.sharded_loops import Blocks
 from tests.support.steps import CLIP, Towers
-from tests.support.training import adamw, apart, fingerprint, make_workload, mean_loss, points, weights
+from tests.support.training import (
+    adamw,
+    apart,
+    fingerprint,
+    make_workload,
+    mean_loss,
+    points,
+    sgd,
+    then,
+    weights,
+)
 
 pytestmark = pytest.mark.distributed
 COMMON: dict[str, Any] = {"target_batch": 7, "device": "cpu", "memory_budget": "1GiB", "seed": 3, "trials": 0}
@@ -50,7 +60,7 @@ def clamp(model: nn.Module) -> None:
 
 
 MEASURED: dict[str, Any] = {
-    "after_step": clamp,
+    "optimizer": then(sgd, clamp),
     "sampler": WeightedRandomSampler([1.0, 3.0] * 12, 18),
     "validation_data": points(11, seed=5),
     "metrics": accuracy,
@@ -61,14 +71,18 @@ WORKLOADS = {
     "plain": partial(make_workload, **MEASURED),
     "random": partial(stateful, model=lambda: Everything().body),
     "ragged": ragged_workload,
-    "blocks": partial(make_workload, **{**MEASURED, "model": lambda: Blocks().double(), "optimizer": adamw}),
+    "blocks": partial(
+        make_workload, **{**MEASURED, "model": lambda: Blocks().double(), "optimizer": then(adamw, clamp)}
+    ),
     "stream": partial(make_workload, train_data=lambda: iter(list(points(23))), validation_data=points(11)),
     "towers": partial(
         make_workload, model=lambda: Towers().double(), loss=CLIP, validation_data=points(17, seed=5)
     ),
     "default": make_workload,
     # Only one rank has a sample to validate on.
-    "part": partial(make_workload, **{**MEASURED, "optimizer": part_of, "validation_data": points(1)}),
+    "part": partial(
+        make_workload, **{**MEASURED, "optimizer": then(part_of, clamp), "validation_data": points(1)}
+    ),
 }
 Trained = tuple[str, list[float] | None, dict[str, Any]]
 

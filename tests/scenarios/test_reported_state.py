@@ -17,7 +17,7 @@ import autobatch
 from autobatch import StepRecord
 from tests.support.probes import Listener
 from tests.support.runs import fit, fit_until
-from tests.support.training import apart, make_workload, reference, weights
+from tests.support.training import apart, make_workload, reference, sgd, then, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "seed": 3}
 ORDER = [(7 * place) % 24 for place in range(24)]
@@ -64,9 +64,11 @@ def hooked() -> Any:
 
 
 def test_a_run_that_unfreezes_is_that_of_a_plain_loop(tmp_path: Path) -> None:
-    workload = make_workload(model=Unfreezing, after_step=Unfreezing.after_step, sampler=ORDER)
+    workload = make_workload(model=Unfreezing, optimizer=then(sgd, Unfreezing.after_step), sampler=ORDER)
     found, _ = fit(workload, tmp_path, steps=6, **OPTIONS)
-    expected, _ = reference(workload, BATCHES, workload.loss, seed=3)
+    expected, _ = reference(
+        make_workload(model=Unfreezing), BATCHES, workload.loss, seed=3, after_step=Unfreezing.after_step
+    )
     assert apart(weights(found.model), expected) < 1e-12
 
 

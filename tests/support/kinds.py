@@ -22,6 +22,7 @@ from tests.support.training import (
     mean_loss,
     network,
     points,
+    then,
 )
 
 
@@ -162,10 +163,13 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "two optimizers": (partial(make_workload, optimizer=two_optimizers, schedule=numpy_schedule), {}),
     "followed, averaged": (
-        partial(make_workload, model=Followed, after_step=Followed.follow, optimizer=amsgrad),
+        partial(make_workload, model=Followed, optimizer=then(amsgrad, Followed.follow)),
         {"ema": 0.9},
     ),
-    "thawed, averaged": (partial(stateful, model=Thawed, after_step=Thawed.after_step), {"ema": 0.9}),
+    "thawed, averaged": (
+        partial(stateful, model=Thawed, optimizer=then(amsgrad, Thawed.after_step)),
+        {"ema": 0.9},
+    ),
     "whole batch": (partial(stateful, loss=INFO_NCE), {}),
     "several terms": (partial(stateful, loss=drawn_terms, counts=count_shown), {}),
 }  # fmt: skip

@@ -118,6 +118,10 @@ TOKENS: dict[str, Any] = {"model": language_model, "train_data": tokens(), "loss
 """Fields of a workload whose loss is a mean over counted tokens."""
 
 
+def sgd(params: Any, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=learning_rate)
+
+
 def adamw(params: Any, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=learning_rate)
 
@@ -131,7 +135,7 @@ def make_workload(**changes: Any) -> Workload:
         "model": network,
         "train_data": points(),
         "loss": mean_loss,
-        "optimizer": lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate),
+        "optimizer": sgd,
         "learning_rate": 0.1,
     }
     return Workload(**{**fields, **changes})
@@ -194,6 +198,17 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([t.detach().double().flatten() for t in tensors if t.is_floating_point()])
 
 
+def then(optimizer: Callable[..., Any], after_step: Callable[[Any], object]) -> Callable[..., Any]:
+    """Return a function for an optimizer that calls one of the model after each step."""
+
+    def build(model: nn.Module, learning_rate: float) -> Any:
+        made = optimizer(model.parameters(), learning_rate)
+        made.register_step_post_hook(lambda *_: after_step(model))
+        return made
+
+    return build
+
+
 def fingerprint(model: nn.Module, *others: Tensor) -> str:
     """Return the SHA-256 of all tensors of a model, and of others."""
     digest = hashlib.sha256()
@@ -214,6 +229,7 @@ def reference(
     *,
     seed: int = 0,
     clip: float | None = None,
+    after_step: Callable[[Any], object] | None = None,
 ) -> tuple[Tensor, list[float]]:
     """Train with one pass over each whole batch, without autobatch; return the weights and the losses."""
     seed_everything(seed)
@@ -229,7 +245,7 @@ def reference(
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-        if workload.after_step is not None:
+        if after_step is not None:
             with torch.no_grad():
-                workload.after_step(model)
+                after_step(model)
     return weights(model), losses

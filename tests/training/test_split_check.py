@@ -135,7 +135,7 @@ def test_a_model_may_run_in_train_mode_only() -> None:
 
 
 def test_state_through_which_micro_batches_see_each_other_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match=r"the forward pass writes average, .*after_step"):
+    with pytest.raises(InputError, match=r"the forward pass writes average, .*after the optimizer's step"):
         checked(make_workload(model=lambda: Everything().double()))
 
 
