@@ -7,12 +7,6 @@ message is on its way: all ranks drop the batch, and run it again. One process i
 A loss of several terms needs what each of them counts on all ranks before the backward pass. The ranks
 exchange their counts in one message, and one that ran out of memory sends none.
 
-A loss that sees all samples (`WholeBatchLoss`) needs the representations of all ranks before the backward
-pass. Each rank writes those of its own samples into a table that is zero elsewhere, and the sum of the tables
-has all of them, bit for bit. Every rank computes the loss of the whole batch, and runs the backward pass of
-its own samples from the gradients of their representations. The sum over the ranks is the gradient of one
-pass.
-
 With a sharded model (`Shared`), FSDP2 gathers parameters and reduces gradients in every micro-batch, so all
 ranks run as many of them: a rank with fewer runs some that add nothing. Gradients are summed as they are, and
 each rank has the sums of its shards. If memory runs out on one rank, the others wait for it in the middle of
@@ -34,14 +28,13 @@ from torch import nn
 from autobatch.core.errors import InputError
 from autobatch.core.signals import StopRequest
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.reduce import bring_to_host, kinds_of, sum_gradients, sum_rows, sum_totals
+from autobatch.distributed.reduce import bring_to_host, kinds_of, sum_gradients, sum_totals
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss import StepTotals
-from autobatch.step.ranks import Rows, StepRanks
+from autobatch.step.ranks import StepRanks
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.workload.contract import Collated, WholeBatchLoss
-from autobatch.workload.nested import map_tensors
+from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
@@ -81,12 +74,10 @@ class Whole(StepRanks):
 
     def __init__(self, ranks: Ranks | None = None, train_state: TrainState | None = None) -> None:
         self.ranks = ranks or Ranks()
-        self.has_others, self.counts_loss = self.ranks.world > 1, self.ranks.rank == 0
         self._request = StopRequest()
         self._is_exchanged: bool | None = None
         """None before the exchange within a batch, then True if every rank had something to send."""
         if train_state is not None and self.ranks.world > 1:
-            self._device = train_state.device
             train_state.ranks = self
             # All ranks divide by one D, whatever their own samples count.
             train_state.items_per_sample = train_state.items_per_sample or 1.0
@@ -122,14 +113,6 @@ class Whole(StepRanks):
             sums.update(of_rank)
         return dict(sums)
 
-    def complete(self, rows: Rows, known: int) -> None:
-        """See `StepRanks.complete`."""
-        forms = self._exchange(map_tensors(rows.collated, lambda whole: whole[:0].detach().cpu()))
-        if rows.collated is None:  # this rank has no samples, and another one has
-            form = next(form for form in forms if form is not None)
-            rows.begin(map_tensors(form, lambda part: part.to(self._device)))
-        sum_rows(self.ranks, rows)
-
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """Sum gradients and totals over the ranks, unless one of them ran out of memory and has none.
 
@@ -138,7 +121,7 @@ class Whole(StepRanks):
         if self.ranks.world == 1:
             return outcome
         exchanged, self._is_exchanged = self._is_exchanged, None
-        exchanges = isinstance(train_state.loss, WholeBatchLoss) or train_state.counts is not None
+        exchanges = train_state.counts is not None
         if isinstance(outcome, OutOfMemory) and exchanges and exchanged is None:
             self.ranks.gather([])  # the others wait for it
         if exchanged is False:

@@ -22,8 +22,6 @@ from autobatch.core.units import MiB
 from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import Gradients
 from autobatch.step.loss import ONE, StepTotals, Term, numbers_of_terms, read_numbers
-from autobatch.step.ranks import Rows
-from autobatch.workload.nested import tensors_of
 
 TOGETHER_BYTES = 4 * MiB
 """Most bytes of the small gradients, which are copied to travel. The activations that are free by then had
@@ -107,10 +105,3 @@ def sum_gradients(ranks: Ranks, gradients: Gradients, of_ranks: Sequence[bytes])
     for gradient, tensor in zip(large, whole, strict=True):
         if gradient is not tensor:
             gradient.copy_(tensor)
-
-
-def sum_rows(ranks: Ranks, rows: Rows) -> None:
-    """Sum the rows of all ranks, of which each has zeros for the samples of the others; bit for bit."""
-    # As bytes, because zeros leave them as they are, whatever the type.
-    wholes = [whole.view(-1).view(torch.uint8) for whole in tensors_of(rows.collated)]
-    ranks.sum(wholes, "exchange the representations of a batch")

@@ -84,10 +84,11 @@ class Estimator:
     """Predictions for a workload, of which each footprint is traced once.
 
     Raises:
-        InputError: the model or the data are invalid.
+        InputError: the model or the data are invalid, or ranks cannot train the loss.
     """
 
     def __init__(self, workload: Workload, options: Options, gpus: Gpus) -> None:
+        check_loss_of_ranks(workload, gpus.world)
         seed_everything(options.seed)
         self._workload, self._options, self._gpus = workload, options, gpus
         is_whole = isinstance(workload.loss, WholeBatchLoss)
@@ -99,8 +100,6 @@ class Estimator:
         self._batch_of = cache(self._worst_case.batch)
         self._known: dict[tuple[Layout, Capability], Footprint] = {}
         """By layout, and by the generation of the GPU."""
-        self._may_share = gpus.world > 1 and not is_whole
-        """True if the ranks may share a model."""
 
     def estimates(self) -> Estimates:
         """Predict for each GPU; for a single one, or if none suffices, also predict what would help."""
@@ -166,18 +165,12 @@ class Estimator:
         )
 
     def _choose(self, gpu: HardwareProfile) -> tuple[Layout, str | None]:
-        """Return the layout that was asked for; else replicas if one sample fits, and shards if not.
-
-        Raises:
-            InputError: the ranks cannot sum the loss.
-        """
+        """Return the layout that was asked for; else replicas if one sample fits, and shards if not."""
         asked, replicas = self._options.parallel, Layout(self._gpus.world)
         if replicas.world == 1 or asked == "replicate":
             return replicas, None
         reason = None
         if asked != "shard":
-            if not self._may_share:
-                return replicas, "the loss sees the whole batch, so each rank has a whole model"
             step = self._footprint(gpu, replicas)
             if self._gpus.spending(gpu)._replace(cap=step.multiple).largest(step)[0]:
                 return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
@@ -186,7 +179,6 @@ class Estimator:
 
     def _shared(self) -> Layout:
         """Return the layout of ranks that share a model."""
-        check_loss_of_ranks(self._workload, self._gpus.world)
         # Here, or each copy would import it again.
         import autobatch.distributed.shard  # noqa: F401
 
@@ -196,7 +188,7 @@ class Estimator:
         """Return what would let more fit."""
         layout = self._choose(gpu)[0]
         changes = [*changes_of(self.step(gpu, layout))]
-        if self._may_share and layout.parallel == "replicate":
+        if self._gpus.world > 1 and layout.parallel == "replicate":
             shared = self.step(gpu, self._shared())
             changes.append(Change("shard", "--parallel shard", shared))
         return helpful(self._footprint(gpu, layout), changes, self._gpus.spending(gpu))

@@ -129,9 +129,9 @@ def open_setup(
         is_demo: the workload is the embedded demo, which has its own default budget.
 
     Raises:
-        InputError: the device, the budget or the model is invalid, or ranks cannot sum the loss.
+        InputError: the device, the budget or the model is invalid, or ranks cannot train the loss.
     """
-    check_loss_of_ranks(workload, role.shards)
+    check_loss_of_ranks(workload, role.world)
     budget = options.memory_budget
     if budget is None and is_demo:
         budget = MEMORY_BUDGET.get(device_kind(options.device))
@@ -209,16 +209,16 @@ def built_on_meta(workload: Workload) -> nn.Module | None:
     return None if has_others else model
 
 
-def check_loss_of_ranks(workload: Workload, shards: int | None) -> None:
+def check_loss_of_ranks(workload: Workload, world: int) -> None:
     """Check that ranks can train the loss of a workload.
 
     Raises:
-        InputError: it sees the whole batch, and the ranks share the model.
+        InputError: it sees the whole batch, of which each of several ranks has a part.
     """
-    if shards is not None and isinstance(workload.loss, WholeBatchLoss):
+    if world > 1 and isinstance(workload.loss, WholeBatchLoss):
         raise InputError(
-            "a WholeBatchLoss runs two passes over a batch, and ranks that share the model gather it in one: "
-            "use --parallel replicate, or train in one process"
+            f"a WholeBatchLoss trains in one process, and each of {world} ranks has a part of the batch: use "
+            "one rank"
         )
 
 

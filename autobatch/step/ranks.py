@@ -22,17 +22,9 @@ class StepRanks:
     `autobatch.distributed.engine.Whole` takes its place if there are others.
     """
 
-    has_others = False
-    counts_loss = True
-    """True on the one rank whose loss, and gradient of what only the loss uses, count."""
-
     def sum_counts(self, counts: dict[str, float]) -> dict[str, float]:
         """Return the sums of the counts of all ranks, by term; all of them call it."""
         return counts
-
-    def complete(self, rows: Rows, known: int) -> None:
-        """Fill in the rows of a batch that this rank does not know; all ranks call it."""
-        rows.repeat(known)
 
 
 class Rows:
@@ -45,13 +37,6 @@ class Rows:
         self._trained: list[bool] = []
         self._gradients: list[Tensor | None] = []
 
-    def begin(self, represented: Any) -> None:
-        """Make room for all rows, as zeros, in the form of some that ``represent`` returned."""
-        self.collated = map_tensors(
-            represented, lambda part: part.new_zeros((self._samples, *part.shape[1:]))
-        )
-        self._trained = [False for _ in tensors_of(represented)]
-
     def put(self, places: Sequence[int], represented: Any) -> None:
         """Copy the rows that ``represent`` returned for the samples at these places of the batch.
 
@@ -60,7 +45,10 @@ class Rows:
         """
         parts = _parts(represented, len(places))
         if self.collated is None:
-            self.begin(represented)
+            self.collated = map_tensors(
+                represented, lambda part: part.new_empty((self._samples, *part.shape[1:]))
+            )
+            self._trained = [False for _ in parts]
         wholes = list(tensors_of(self.collated))
         if [(w.shape[1:], w.dtype) for w in wholes] != [(part.shape[1:], part.dtype) for part in parts]:
             raise InputError(

@@ -61,7 +61,7 @@ def accumulate_whole(
     Raises:
         InputError: a part of the loss returns something invalid.
     """
-    model, ranks, samples = train_state.model, train_state.ranks, totals.samples
+    model, samples = train_state.model, totals.samples
     loss = cast(WholeBatchLoss, train_state.loss)
     rows, states, used = Rows(samples), deque[RandomState](), deque[Sequence[int]]()
     known = 0
@@ -73,13 +73,13 @@ def accumulate_whole(
             return function(model, *given)
 
     def backward(value: Any) -> None:
-        """Run the backward pass of the loss; of several ranks, each knows it, and one counts it."""
+        """Run the backward pass of the loss."""
         if not isinstance(value, Tensor) or value.dim() != 0:
             raise InputError(f"WholeBatchLoss(loss=…) must return a 0-d tensor, found {form_of(value)}")
         wide = at_least_32_bits(value)
         with user_code("the backward pass of its loss"):
             differentiate(train_state.scaler.scale(wide), 1.0)
-        totals.loss = wide.detach() if ranks.counts_loss else 0.0
+        totals.loss = wide.detach()
 
     def keep(micro_batch: T) -> T:
         states.append(capture_random_state(states[-1] if states else None))
@@ -92,7 +92,7 @@ def accumulate_whole(
     # No enumerate and no zip, which hold a micro-batch until the next one is there.
     for batch, size in map(keep, micro_batches):
         mark("forward")
-        if size >= samples and not ranks.has_others:
+        if size >= samples:
             value = forward(loss, batch)
             del batch
             mark("backward")
@@ -105,13 +105,10 @@ def accumulate_whole(
         known += size
         # Free this micro-batch first: this frame lives while the next one is placed.
         del batch
-    ranks.complete(rows, known)
+    rows.repeat(known)
     mark("loss")
     backward(forward(loss.loss, rows.leaves()))
     rows.keep_gradients()
-    if not ranks.counts_loss:
-        # Every rank has computed the gradient of what only the loss uses, and one counts it.
-        train_state.gradients.clear()
     after = capture_random_state()
     train_state.buffers.restore(keep=True)
     for batch, _ in map(rewind, micro_batches):

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from autobatch import InputError
 from autobatch.distributed import reduce
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.reduce import SPARSE, kinds_of, sum_gradients, sum_rows
+from autobatch.distributed.reduce import SPARSE, kinds_of, sum_gradients
 from autobatch.step.gradients import Gradients
-from autobatch.step.ranks import Rows
 
 SIZES = [(3, 2), (40,), (2,), (5, 5), (6, 2), (1,)]
 LACKING, NOBODYS = 2, 5
@@ -68,24 +67,3 @@ def test_a_sparse_gradient_on_one_rank_is_refused_on_every_rank() -> None:
     assert kinds_of(gradients)[0] == SPARSE
     with pytest.raises(InputError, match="use sparse=False"):
         sum_gradients(Among(), gradients_of([torch.float32] * 6)[1], [others, kinds_of(gradients)])
-
-
-class Second(Ranks):
-    """The second of two ranks that exchange representations."""
-
-    def __init__(self, other: Tensor) -> None:
-        self.other = other
-
-    def sum(self, tensors: Sequence[Tensor], act: str) -> None:
-        tensors[0].add_(self.other.reshape(-1).view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int64])
-def test_rows_arrive_bit_for_bit_whatever_their_type(dtype: torch.dtype) -> None:
-    whole = torch.tensor([[-1.5, 0.0], [float("nan"), 3.0], [7.0, -0.0]]).to(dtype)
-    other = whole.clone()
-    other[1] = 0
-    rows = Rows(3)
-    rows.put([1], whole[1:2])
-    sum_rows(Second(other), rows)
-    assert torch.equal(rows.collated.view(torch.uint8), whole.view(torch.uint8))

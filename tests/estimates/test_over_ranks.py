@@ -5,17 +5,15 @@ from __future__ import annotations
 import multiprocessing
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
-from autobatch import WholeBatchLoss
+from autobatch import InputError
 from autobatch.estimates.estimator import estimate_limits
 from tests.support.options import as_options
 from tests.support.probes import WIDTH as INPUTS
 from tests.support.probes import work
-from tests.support.step_workloads import TOKENS, Transformer, make
+from tests.support.training import INFO_NCE
 
 WIDTH = 128
 
@@ -56,23 +54,6 @@ def test_each_gpu_has_its_own_layout():
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-def contrastive():
-    def info_nce(_, rows):
-        return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
-
-    loss = WholeBatchLoss(represent=lambda model, batch: model(batch).mean(1), loss=info_nce)
-    return make(lambda: Transformer(WIDTH, 1), train_data=TOKENS, loss=loss)
-
-
-@pytest.mark.program
-def test_a_loss_over_the_whole_batch_needs_whole_models_and_the_rows_of_all_ranks():
-    found = estimate(contrastive(), target_batch=32, ranks=4)
-    (one,) = found.estimates
-    assert (one.parallel, one.plan.world_size, sum(one.plan.micro_batches)) == ("replicate", 4, 8)
-    assert "the loss sees the whole batch" in one.parallel_reason
-    assert "shard" not in [remedy.name for remedy in one.remedies]
-    (alone,) = estimate(contrastive(), target_batch=32).estimates
-    assert one.micro_batch == alone.micro_batch, "rows and losses are those of one GPU"
-    exchanged = sum(p.numel() * 4 for p in contrastive().model().parameters())
-    more = one.peak_allocated_bytes - alone.peak_allocated_bytes
-    assert 0 <= more <= 1.1 * exchanged, "beside a buffer for the sum of the gradients"
+def test_a_loss_over_the_whole_batch_is_refused():
+    with pytest.raises(InputError, match="trains in one process"):
+        estimate(work(loss=INFO_NCE), target_batch=32, ranks=4)

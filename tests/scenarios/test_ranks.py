@@ -21,7 +21,6 @@ from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
 from tests.support.runs import keep_only, rows
 from tests.support.sharded_loops import Blocks
-from tests.support.steps import CLIP, Towers
 from tests.support.training import (
     adamw,
     apart,
@@ -75,9 +74,6 @@ WORKLOADS = {
         make_workload, **{**MEASURED, "model": lambda: Blocks().double(), "optimizer": then(adamw, clamp)}
     ),
     "stream": partial(make_workload, train_data=lambda: iter(list(points(23))), validation_data=points(11)),
-    "towers": partial(
-        make_workload, model=lambda: Towers().double(), loss=CLIP, validation_data=points(17, seed=5)
-    ),
     "default": make_workload,
     # Only one rank has a sample to validate on.
     "part": partial(
@@ -116,7 +112,6 @@ def assert_same_run(out: Path, alone: Path) -> None:
     [
         ("plain", 3, REPLICATE),
         ("blocks", 4, SHARD),  # the head has 3 rows
-        ("towers", 2, REPLICATE),
         ("part", 2, SHARD),
         ("stream", 2, REPLICATE),
     ],

@@ -25,7 +25,7 @@ from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.sharded_loops import block_workload, sharded_loop
-from tests.support.training import INFO_NCE, TOKENS, apart, make_workload, weights
+from tests.support.training import TOKENS, apart, make_workload, weights
 
 pytestmark = pytest.mark.distributed
 LIMITS = [4, 3]
@@ -35,7 +35,6 @@ WORKLOADS = {
     "mean": plain,
     "tokens": partial(make_workload, **TOKENS),
     "terms": partial(detection, train_data=scenes(24)),
-    "whole batch": partial(make_workload, loss=INFO_NCE),
     "sharded": block_workload,
 }
 
@@ -68,7 +67,7 @@ def open_loop(
         finally:
             fault.armed = False
 
-    for name in ("combine", "sum_counts", "complete"):
+    for name in ("combine", "sum_counts"):
         setattr(loop.engine, name, marked(getattr(loop.engine, name)))
     loop._train_batch = train_batch_armed  # type: ignore[method-assign]
     return loop, fault
@@ -99,10 +98,9 @@ def fail_everywhere(kind: str, stride: int) -> tuple[int, float, list[Any]]:
     [
         ("mean", 19),
         ("terms, step 0", 29),
-        ("whole batch", 31),
         *(
             pytest.param(kind, 1, marks=pytest.mark.slow)
-            for kind in ("mean", "tokens", "terms", "terms, step 0", "whole batch")
+            for kind in ("mean", "tokens", "terms", "terms, step 0")
         ),
     ],
 )
