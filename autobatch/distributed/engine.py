@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduce import bring_to_host, kinds_of, sum_gradients, sum_totals
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss import StepTotals
-from autobatch.step.ranks import StepRanks
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated
@@ -44,7 +43,6 @@ MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches on the device, each with its number of samples."""
 Filler = Callable[[], Collated]
 """Returns a micro-batch on the device for a rank that has none."""
-T = TypeVar("T")
 
 
 class OutOfMemory(NamedTuple):
@@ -61,11 +59,8 @@ class OutOfMemory(NamedTuple):
     """Largest micro-batch for the next try."""
 
 
-class Whole(StepRanks):
-    """The engine of ranks that have a whole model each.
-
-    It is the ``ranks`` of its train state, too, which exchange what a step needs within a batch.
-    """
+class Whole:
+    """The engine of ranks that have a whole model each."""
 
     mesh: DeviceMesh | None = None
     """The ranks of a sharded model; None if each rank holds a whole one."""
@@ -76,9 +71,9 @@ class Whole(StepRanks):
         self.ranks = ranks or Ranks()
         self._request = StopRequest()
         self._is_exchanged: bool | None = None
-        """None before the exchange within a batch, then True if every rank had something to send."""
+        """None before the counts of a batch are exchanged, then True if every rank had some."""
         if train_state is not None and self.ranks.world > 1:
-            train_state.ranks = self
+            train_state.sum_counts = self.sum_counts
             # All ranks divide by one D, whatever their own samples count.
             train_state.items_per_sample = train_state.items_per_sample or 1.0
 
@@ -94,22 +89,18 @@ class Whole(StepRanks):
         """
         return micro_batches
 
-    def _exchange(self, value: T) -> list[T]:
-        """Return the value of every rank, once in a batch.
+    def sum_counts(self, counts: dict[str, float]) -> dict[str, float]:
+        """Return the sums of the counts of all ranks by term, once in a batch.
 
         Raises:
             OutOfMemoryError: memory ran out on another rank before.
         """
-        of_ranks = self.ranks.gather([value])
-        self._is_exchanged = [] not in of_ranks
+        of_ranks: list[dict[str, float] | None] = self.ranks.gather(counts)
+        self._is_exchanged = None not in of_ranks
         if not self._is_exchanged:
             raise torch.OutOfMemoryError("memory ran out on another rank")
-        return [own for (own,) in of_ranks]
-
-    def sum_counts(self, counts: dict[str, float]) -> dict[str, float]:
-        """See `StepRanks.sum_counts`."""
         sums = Counter[str]()
-        for of_rank in self._exchange(counts):
+        for of_rank in of_ranks:
             sums.update(of_rank)
         return dict(sums)
 
@@ -121,9 +112,8 @@ class Whole(StepRanks):
         if self.ranks.world == 1:
             return outcome
         exchanged, self._is_exchanged = self._is_exchanged, None
-        exchanges = train_state.counts is not None
-        if isinstance(outcome, OutOfMemory) and exchanges and exchanged is None:
-            self.ranks.gather([])  # the others wait for it
+        if isinstance(outcome, OutOfMemory) and train_state.counts is not None and exchanged is None:
+            self.ranks.gather(None)  # the others wait for it
         if exchanged is False:
             outcome = OutOfMemory("")
         own = None

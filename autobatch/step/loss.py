@@ -119,7 +119,7 @@ def begin_terms(
         totals.is_counted_ahead = sums is not None
         # In the order of the loss.
         own = {name: 1.0 if sums is None else sums.get(name, 0.0) for name in counted}
-        totals.terms = {name: Term(items=count) for name, count in train_state.ranks.sum_counts(own).items()}
+        totals.terms = {name: Term(items=count) for name, count in train_state.sum_counts(own).items()}
 
 
 def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: int) -> tuple[Tensor, float]:

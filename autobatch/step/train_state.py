@@ -19,7 +19,6 @@ from autobatch.step.counts import CountsAhead
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers, parameters_of
 from autobatch.step.optimizers import build_optimizers
-from autobatch.step.ranks import StepRanks
 from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
 from autobatch.workload.nested import feed
@@ -56,8 +55,8 @@ class TrainState:
     """Counts of the terms of the loss, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
-    ranks: StepRanks = field(default_factory=StepRanks)
-    """What a step asks of the other ranks."""
+    sum_counts: Callable[[dict[str, float]], dict[str, float]] = lambda counts: counts
+    """Returns the sums of the counts of all ranks, by term; all of them call it."""
     mesh: DeviceMesh | None = None
     """The ranks that share the model; None if each has a whole one."""
     run: Callable[[Callable[[nn.Module, Collated], Any], Collated], Any] = field(init=False)

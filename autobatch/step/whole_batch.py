@@ -23,7 +23,7 @@ from torch import Tensor
 from autobatch.core.errors import InputError
 from autobatch.step.gradients import differentiate
 from autobatch.step.loss import StepTotals, at_least_32_bits
-from autobatch.step.ranks import Rows
+from autobatch.step.rows import Rows
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.nested import form_of

@@ -67,8 +67,8 @@ def open_loop(
         finally:
             fault.armed = False
 
-    for name in ("combine", "sum_counts"):
-        setattr(loop.engine, name, marked(getattr(loop.engine, name)))
+    loop.engine.combine = marked(loop.engine.combine)  # type: ignore[method-assign]
+    loop.train_state.sum_counts = marked(loop.train_state.sum_counts)
     loop._train_batch = train_batch_armed  # type: ignore[method-assign]
     return loop, fault
 

@@ -1,7 +1,4 @@
-"""The part of a step that depends on other ranks, as one process plays it alone.
-
-`autobatch.distributed` has the parts of ranks that train a batch together.
-"""
+"""The representations of the samples of a batch, which a loss over the whole batch compares."""
 
 from __future__ import annotations
 
@@ -14,17 +11,6 @@ from torch import Tensor
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import kind_of
 from autobatch.workload.nested import map_tensors, tensors_of
-
-
-class StepRanks:
-    """The ranks that take a step together: this process alone.
-
-    `autobatch.distributed.engine.Whole` takes its place if there are others.
-    """
-
-    def sum_counts(self, counts: dict[str, float]) -> dict[str, float]:
-        """Return the sums of the counts of all ranks, by term; all of them call it."""
-        return counts
 
 
 class Rows:
