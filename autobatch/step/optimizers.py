@@ -1,10 +1,8 @@
-"""The optimizers of a workload: built from the model, checked, and switched to averaged weights and back."""
+"""The optimizers of a workload: built from the model, and checked."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +26,8 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
     """Build the optimizers of a model, ready to train.
 
     Raises:
-        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one whose step runs the loss again.
+        InputError: ``Workload(optimizer=…)`` returns no optimizer, one whose step runs the loss again, or one
+            with other weights for its evaluation.
     """
     with user_code("optimizer", workload.optimizer):
         optimizers = _call(workload, model, learning_rate)
@@ -47,7 +46,12 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
                     "closure, for example AdamW or Muon, or two autobatch.batches in your own loop "
                     "(docs/loops.md)"
                 )
-    switch(optimizers, train=True)
+            if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+                raise InputError(
+                    f"{type(optimizer).__name__} switches its weights by train() and eval(), which autobatch "
+                    "does not call: plan with the optimizer that it is made of, for example AdamW, and use "
+                    "autobatch.batches in your own loop (docs/loops.md)"
+                )
     return optimizers
 
 
@@ -77,22 +81,3 @@ def _call(workload: Workload, model: nn.Module, learning_rate: float) -> tuple[A
         given = model.named_parameters()
     made = workload.optimizer(given, learning_rate)
     return tuple(made) if isinstance(made, list | tuple) else (made,)
-
-
-def switch(optimizers: Optimizers, *, train: bool) -> None:
-    """Switch optimizers that average the weights (schedule-free) to their training or averaged weights."""
-    for optimizer in optimizers:
-        change = getattr(optimizer, "train" if train else "eval", None)
-        if callable(change) and callable(getattr(optimizer, "eval", None)):
-            with user_code("optimizer"):
-                change()
-
-
-@contextmanager
-def averaged_weights(optimizers: Optimizers) -> Iterator[None]:
-    """Hold the weights that such optimizers average within the block; training weights return at its end."""
-    switch(optimizers, train=False)
-    try:
-        yield
-    finally:
-        switch(optimizers, train=True)

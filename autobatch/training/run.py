@@ -33,7 +33,6 @@ from autobatch.core.version import versions
 from autobatch.device.oom import first_line, memory_named
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
-from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.batchnorm import check_batch_norms
 from autobatch.training.build import open_loop
 from autobatch.training.checkpoint import (
@@ -166,8 +165,6 @@ def train(loop: Loop, run: RunInputs, progress: Progress) -> Training:
             except AutobatchError as error:
                 running.end_with(error)
                 raise
-        # The run is over: what is exported, and what the caller gets, are the averaged weights.
-        switch(loop.train_state.optimizers, train=False)
         progress.doing("writing the weights")
         loop.engine.ranks.send(loop.train_state.model.buffers())
         with memory_named("the weights were exported, after the last checkpoint"):
@@ -279,10 +276,9 @@ class _Run:
         """
         loop = self._loop
         loop.engine.ranks.send(loop.train_state.model.buffers())
-        averaged = averaged_weights(loop.train_state.optimizers)
         # One rank of a shared model can neither stop alone nor, out of memory, fail with the others.
         loop.can_be_saved = is_alone = loop.engine.is_alone
-        with preserved_random_state(), averaged, loop.train_state.averaged():
+        with preserved_random_state(), loop.train_state.averaged():
             metrics = self._validator.run(lambda: is_alone and loop.request.is_asked)
         loop.can_be_saved = True
         loop.engine.agree_on_request()

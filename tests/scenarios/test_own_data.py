@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import autobatch
 from autobatch import FitResult, InputError, Workload
 from autobatch.workload.order import sampler_order
-from tests.support.libraries import installed
 from tests.support.runs import fit as fit_and_hear
-from tests.support.training import make_workload, mean_loss, network, points, reference, weights
+from tests.support.training import make_workload, mean_loss, points, reference, weights
 
 SAMPLES = 20
 POINTS = points(SAMPLES, seed=5)
@@ -64,38 +62,6 @@ def test_a_resumed_run_goes_on_with_the_same_samples_and_no_other_sampler(tmp_pa
         fit(weighted(9.0, 1.0), tmp_path / "parts", steps=6, resume=True)
     parts = fit(weighted(1.0, 9.0), tmp_path / "parts", steps=6, resume=True)
     assert torch.equal(weights(parts.model), weights(whole.model))
-
-
-def test_the_averaged_weights_of_a_schedule_free_optimizer_are_validated_and_exported(tmp_path: Path) -> None:
-    """The oracle trains by hand as the library documents it: train() around steps, eval() after them."""
-    library = installed("schedulefree")
-
-    def optimizer(params: Any, learning_rate: float) -> Any:
-        return library.SGDScheduleFree(params, lr=learning_rate)
-
-    workload = make_workload(
-        train_data=POINTS, sampler=range(SAMPLES), validation_data=POINTS, optimizer=optimizer
-    )
-    result = fit(workload, tmp_path / "run", steps=6, validate_every=2)
-    torch.manual_seed(0)
-    model = network()
-    made = optimizer(model.parameters(), 0.1)
-    made.train()
-    for ids in TWICE[:36].view(6, 6):
-        made.zero_grad()
-        mean_loss(model, [column[ids] for column in POINTS.columns]).backward()
-        made.step()
-    trained = weights(model).clone()
-    made.eval()
-    assert not torch.allclose(trained, weights(model))
-    assert_trained(result, weights(model))
-    exported = load_file(tmp_path / "run" / "model.safetensors")
-    assert torch.allclose(exported["0.weight"], model[0].weight, rtol=1e-12)
-    expected = float(mean_loss(model, POINTS.columns).detach())
-    assert result.training.validation["loss"] == pytest.approx(expected, rel=1e-12)
-    fit(workload, tmp_path / "parts", steps=4)
-    # A change of modes rounds, and the other run has changed them more often.
-    assert_trained(fit(workload, tmp_path / "parts", steps=6, resume=True), weights(model))
 
 
 # Streams.

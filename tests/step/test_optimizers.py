@@ -32,6 +32,16 @@ def test_the_name_of_the_argument_tells_what_is_given(optimizer: Any, sizes: lis
     assert [len(group["params"]) for group in made.param_groups] == sizes
 
 
+class ScheduleFree(SGD):
+    """An optimizer with other weights for its evaluation."""
+
+    def train(self) -> None:
+        """Switch to the weights that train."""
+
+    def eval(self) -> None:
+        """Switch to their average."""
+
+
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
@@ -39,6 +49,7 @@ def test_the_name_of_the_argument_tells_what_is_given(optimizer: Any, sizes: lis
         (lambda params, lr: [SGD(params, lr=lr), 3], "found an int"),
         (lambda params, lr: SGD([torch.zeros(1)], lr=lr), "found 0 of 1"),
         (lambda params, lr: torch.optim.LBFGS(params, lr=lr), "^LBFGS runs the loss .* AdamW"),
+        (lambda params, lr: ScheduleFree(params, lr=lr), r"^ScheduleFree switches its weights .* AdamW"),
         (lambda params, lr: Sam(params, lr=lr), r"^Sam runs the loss .* two autobatch\.batches"),
     ],
 )
