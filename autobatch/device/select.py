@@ -76,7 +76,7 @@ def device_of_rank(spec: str, *, local_rank: int, local_world: int, gpus: int) -
         )
     if index:
         return spec
-    # A scheduler may show each process its own GPU only; ranks that share one are found later.
+    # A scheduler may show each process its own GPU only; NCCL refuses ranks that share one.
     place = 0 if gpus == 1 else local_rank
     if place >= gpus:
         raise InputError(
@@ -84,11 +84,3 @@ def device_of_rank(spec: str, *, local_rank: int, local_world: int, gpus: int) -
             f"--nproc-per-node {gpus}"
         )
     return f"cuda:{place}"
-
-
-def gpu_uuid(spec: str) -> str | None:
-    """Return the identifier of the GPU of this name; None if the name has no number of a GPU."""
-    kind, _, index = spec.partition(":")
-    if kind != "cuda" or not index:
-        return None
-    return str(torch.cuda.get_device_properties(int(index)).uuid)

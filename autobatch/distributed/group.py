@@ -38,11 +38,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
-from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError, InputError
+from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError
 from autobatch.core.files import write_atomic
 from autobatch.core.signals import PR_SET_PDEATHSIG
 from autobatch.device.oom import first_line, is_oom
-from autobatch.device.select import device_of_rank, gpu_uuid
+from autobatch.device.select import device_of_rank
 from autobatch.distributed.ranks import EARLIER_OUT, VERDICT, Launch, Ranks, write_error_file
 
 ROLL_CALL_S, PAUSE_S = 4.0, 0.1
@@ -54,6 +54,8 @@ SMALL_BYTES = 4096
 OUT = "out"
 _OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|Operation timed out")
 """The texts of failed collectives."""
+SHARED_GPU = "Duplicate GPU detected"
+"""NCCL's text for ranks that have one GPU together, of which none is lost."""
 
 T = TypeVar("T")
 
@@ -111,7 +113,8 @@ class Group(Ranks):
 
     def explain(self, error: Exception, act: str) -> Exception:
         """See `Ranks.explain`."""
-        is_of_collective = isinstance(error, RuntimeError) and _OF_COLLECTIVES.search(str(error))
+        said = str(error) if isinstance(error, RuntimeError) else ""
+        is_of_collective = _OF_COLLECTIVES.search(said) and SHARED_GPU not in said
         return self._lost(act, error) if is_of_collective else error
 
     def _lost(self, act: str, error: Exception) -> RankLost:
@@ -233,16 +236,7 @@ class LaunchedGroup(Group):
         """See `Ranks.device`."""
         launch = self._launch
         gpus = torch.cuda.device_count()
-        device = device_of_rank(spec, local_rank=launch.local_rank, local_world=launch.local_world, gpus=gpus)
-        places = self.gather((self.host, gpu_uuid(device)))
-        for rank, place in enumerate(places):
-            other = places.index(place)
-            if place[1] is not None and other != rank:
-                raise InputError(
-                    f"ranks {other} and {rank} share one GPU of {place[0]}: start one rank per GPU, with "
-                    "--nproc-per-node at most the number of GPUs"
-                )
-        return device
+        return device_of_rank(spec, local_rank=launch.local_rank, local_world=launch.local_world, gpus=gpus)
 
     def _lost(self, act: str, error: Exception) -> RankLost:
         """See `Group._lost`. The connections are closed first, so that every rank notices at once."""

@@ -8,7 +8,7 @@ import torch
 from autobatch import InputError
 from autobatch.device import nvml
 from autobatch.device.host import HostMemory
-from autobatch.device.select import device_kind, device_of_rank, gpu_uuid, open_device
+from autobatch.device.select import device_kind, device_of_rank, open_device
 
 ALPHA = nvml.NvmlGpu(uuid="GPU-a1", name="Alpha", free_bytes=None, used_bytes=None, holders=[])
 
@@ -66,7 +66,6 @@ def test_a_rank_opens_the_gpu_of_its_place() -> None:
     ):
         assert device_of_rank(spec, local_rank=1, local_world=4, gpus=gpus) == expected
     assert device_of_rank("cuda:2", local_rank=0, local_world=1, gpus=4) == "cuda:2"
-    assert gpu_uuid("cpu") is None
     for spec, gpus in (("cuda:0", 4), ("cuda", 3)):
         with pytest.raises(InputError, match="4 ranks run on this host"):
             device_of_rank(spec, local_rank=3, local_world=4, gpus=gpus)
