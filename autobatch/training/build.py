@@ -29,7 +29,6 @@ from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.split import split_of
-from autobatch.workload.streams import ENDLESS
 from autobatch.workload.user_code import user_code
 
 FILLER_SAMPLES = 2
@@ -128,25 +127,16 @@ def build_schedules(
     """Build a schedule for each optimizer; empty if the workload has no schedule.
 
     Raises:
-        InputError: the function returns no schedule, or asks for the steps of an epoch without an end.
+        InputError: the function returns no schedule, or takes something else.
     """
     make: Any = workload.schedule
     if make is None:
         return []
     takes = schedule_arguments(make)
-    more: dict[str, int] = {}
-    if "steps_per_epoch" in takes:
-        if sampler.samples == ENDLESS:
-            raise InputError(
-                "Workload(schedule=…) asks for steps_per_epoch, but the length of the stream is unknown: "
-                "give --epochs, which counts its samples, or let the schedule take (optimizer, steps)"
-            )
-        more["steps_per_epoch"] = sampler.steps_per_epoch
     steps = [sampler.total] if "steps" in takes else []
     with user_code("schedule", make):
         schedules = [
-            make(optimizer, *steps, **more) if takes else LambdaLR(optimizer, make)
-            for optimizer in optimizers
+            make(optimizer, *steps) if takes else LambdaLR(optimizer, make) for optimizer in optimizers
         ]
         for schedule in schedules:
             has_methods = hasattr(schedule, "step") and hasattr(schedule, "state_dict")

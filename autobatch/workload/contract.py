@@ -125,9 +125,9 @@ class Workload:
     collate: Callable[[list[Any]], Collated] | None = None
     """Makes a batch out of a list of samples; None for torch's default."""
     schedule: Callable[..., torch.optim.lr_scheduler.LRScheduler] | Callable[[int], float] | None = None
-    """Maps ``(optimizer, optimizer steps of the run)`` to a schedule that advances once per optimizer step; a
-    third argument ``steps_per_epoch`` gets that number. Or maps the number of steps taken to the factor of
-    the learning rate, as for ``LambdaLR``. None to keep the learning rate constant."""
+    """Maps ``(optimizer, optimizer steps of the run)`` to a schedule that advances once per optimizer step.
+    Or maps the number of steps taken to the factor of the learning rate, as for ``LambdaLR``. None to keep
+    the learning rate constant."""
     metrics: Callable[[Any, Collated], Mapping[str, Tensor | Loss]] | None = None
     """Returns further figures for validation, each a mean over samples or a `Loss`; None for no metrics."""
     counts: Callable[[Collated], Mapping[str, float | Tensor]] | None = None
@@ -261,22 +261,28 @@ def is_stream(data: object) -> bool:
 def schedule_arguments(schedule: Callable[..., object]) -> list[str]:
     """Return what ``Workload(schedule=…)`` takes, by the names of its arguments.
 
-    That is ``optimizer``, ``steps`` and ``steps_per_epoch``, or a part of them; nothing if it takes a step.
+    That is ``optimizer`` and ``steps``, or the first alone; nothing if it takes a step.
+
+    Raises:
+        InputError: it takes the steps of an epoch.
     """
     try:
         parameters = inspect.signature(schedule).parameters
     except (TypeError, ValueError):  # a built-in without a signature
         return ["optimizer", "steps"]
-    named = ["steps_per_epoch"] if "steps_per_epoch" in parameters else []
-    others = [
+    if "steps_per_epoch" in parameters:
+        raise InputError(
+            "Workload(schedule=…) gets the optimizer and the optimizer steps of the run, and no "
+            "steps_per_epoch: compute them as len(train_data) / target_batch"
+        )
+    names = [
         name
         for name, parameter in parameters.items()
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        and name not in named
     ]
-    if len(others) != 1:
-        return ["optimizer", "steps", *named]
-    return ["optimizer", *named] if named or others[0].startswith("opt") else []
+    if len(names) != 1:
+        return ["optimizer", "steps"]
+    return ["optimizer"] if names[0].startswith("opt") else []
 
 
 def is_model(value: object) -> bool:

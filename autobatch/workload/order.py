@@ -69,11 +69,6 @@ class GlobalBatchSampler:
         batches = math.ceil(self.epochs * self.samples / self.target_batch)
         return batches if self.steps is None else min(batches, self.steps)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of steps in which an epoch ends; the last one also begins the next epoch."""
-        return math.ceil(self.samples / self.target_batch)
-
     def size(self, index: int) -> int:
         """Return the number of samples in a batch: the target, or fewer if the run ends within it."""
         return self.seen(index + 1) - self.seen(index)

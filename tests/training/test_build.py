@@ -25,20 +25,26 @@ from tests.support.training import Rows, make_loop, make_setup, make_workload
     [
         (lambda step: 1 / (1 + step), [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6, 1 / 7]),
         (
-            lambda optimizer, steps, steps_per_epoch: StepLR(optimizer, steps - steps_per_epoch, 0.5),
+            lambda optimizer, steps: StepLR(optimizer, steps - 2, 0.5),
             [1] * 5 + [0.5] * 2,
         ),
     ],
 )
 def test_a_schedule_takes_what_its_arguments_are_called(schedule, rates) -> None:
-    """An epoch of 24 samples ends in the second batch of 16."""
     loop = make_loop(make_workload(schedule=schedule), target_batch=16, steps=7)
     assert [record.learning_rate for record in loop.run()] == pytest.approx([0.1 * one for one in rates])
 
 
-def test_a_schedule_that_depends_on_the_loss_is_refused() -> None:
-    with pytest.raises(InputError, match="step number alone"):
-        make_loop(make_workload(schedule=lambda optimizer, steps: ReduceLROnPlateau(optimizer)))
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (lambda optimizer, steps: ReduceLROnPlateau(optimizer), "step number alone"),
+        (lambda _, steps_per_epoch: StepLR(_, 30 * steps_per_epoch), "no steps_per_epoch: compute"),
+    ],
+)
+def test_a_schedule_that_depends_on_the_loss_or_on_epochs_is_refused(schedule: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        make_loop(make_workload(schedule=schedule))
 
 
 def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
