@@ -23,7 +23,7 @@ from autobatch.estimates.footprints import Footprint, footprint, footprints
 from autobatch.estimates.gpus import Spending
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.setup import Setup, describe_setup
-from autobatch.step.apply_knobs import find_blocks
+from autobatch.step.apply_knobs import recomputable_blocks
 from autobatch.step.gradients import low_precision_parameters
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.workload.contract import Workload
@@ -127,7 +127,7 @@ def in_words(suggestions: Sequence[Remedy] | None) -> str:
 def changes_of(step: TracedStep) -> Iterator[Change]:
     """Yield the changes that need a trace of their own."""
     knobs = step.knobs
-    if knobs.get(CHECKPOINTING) != "full" and find_blocks(step.model):
+    if knobs.get(CHECKPOINTING) != "full" and recomputable_blocks(step.model):
         advice = "activation checkpointing of the repeated blocks"
         yield Change("checkpointing", advice, replace(step, knobs={**knobs, CHECKPOINTING: "full"}))
     can_bf16 = step.capability is None or step.capability >= NATIVE_BF16

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +50,7 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
         return replace(loss, represent=represent)
     forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
     if knobs.get(CHECKPOINTING) == "full":
-        forwards += [(block, _checkpoint_forward(block)) for block in find_blocks(model)]
+        forwards += [(block, _checkpoint_forward(block)) for block in recomputable_blocks(model)]
     if knobs.get(COMPILE, "off") != "off":
         with warnings.catch_warnings():
             # The compiler's own imports warn.
@@ -100,35 +100,25 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in best if id(block) not in nested]
 
 
+def recomputable_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks that may run twice in a step, as BatchNorm may not: it would count twice."""
+    return [
+        block
+        for block in find_blocks(model)
+        if not any(isinstance(module, _BatchNorm) for module in block.modules())
+    ]
+
+
 def _checkpoint_forward(block: nn.Module) -> Callable[..., Any]:
     """Return a forward that keeps only the block's input and runs again in the backward pass."""
     forward = block.forward
-    norms = [m for m in block.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _discarded_statistics(norms)
-
-    extra: dict[str, Any] = {"context_fn": contexts} if norms else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not block.training:
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return run
-
-
-@contextmanager
-def _discarded_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Discard updates of running statistics within the block, so that a repeated forward pass counts once."""
-    saved = [(norm._buffers, dict(norm._buffers)) for norm in norms]
-    try:
-        for buffers, former in saved:
-            buffers.update({name: None if b is None else b.clone() for name, b in former.items()})
-        yield
-    finally:
-        for buffers, former in saved:
-            buffers.update(former)
 
 
 @contextmanager

@@ -8,17 +8,25 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.step.apply_knobs import find_blocks
+from autobatch.step.apply_knobs import find_blocks, recomputable_blocks
 from tests.support.step_workloads import IMAGES, Residual, convolutional
 from tests.support.steps import step_of
 from tests.support.training import make_workload, train_state_of
+
+
+def recomputable() -> nn.Module:
+    """Return a network that has BatchNorm outside of its blocks only."""
+    model: Any = convolutional()
+    for block in find_blocks(model):
+        block.body[1] = nn.GroupNorm(2, 4)
+    return model
 
 
 def train(knobs: dict[str, Any], **fields: Any) -> tuple[nn.Module, Any, list[float]]:
     """Train three batches of two micro-batches each, everything drawn from one seed."""
     workload = make_workload(
         **{
-            "model": convolutional,
+            "model": recomputable,
             "train_data": IMAGES,
             "optimizer": lambda params, lr: torch.optim.AdamW(params, lr=0.01),
             **fields,
@@ -35,6 +43,7 @@ def test_blocks_are_repeated_children_of_a_list() -> None:
     assert find_blocks(nn.Sequential(nn.Embedding(5, 8), encoder)) == list(encoder.layers)
     network = convolutional()
     assert find_blocks(network) == [network[4], network[5]]
+    assert recomputable_blocks(network) == [], "BatchNorm would count a pass twice"
     stages = nn.Sequential(nn.Sequential(Residual(), Residual()), nn.Sequential(Residual()))
     assert len(find_blocks(stages)) == 3
     # Recomputing single layers saves nothing.
