@@ -149,9 +149,6 @@ def open_feed(
             unknown.
         seeds_samples: seed samples one by one, as they are with workers and in a split by size, which changes
             the order in which they are read.
-
-    Raises:
-        AutobatchError: a worker ended. torch raises its own error wherever the loop is at that moment.
     """
     split = split or Split()
     options: dict[str, Any] = {}
@@ -179,15 +176,6 @@ def open_feed(
     feed = WorkerFeed(micro_batches, split, sampler, device, options)
     try:
         yield feed
-    except Exception as error:
-        ended = [process for process in feed.workers if process.exitcode is not None]
-        if not ended:
-            raise
-        raise AutobatchError(
-            f"loader worker {ended[0].pid} ended with exit code {ended[0].exitcode} (minus the number of a "
-            "signal): see its output above. Use fewer --workers if the host ran out of memory, a larger "
-            "/dev/shm if that is full, or none (--workers 0) to see where it ends"
-        ) from error
     finally:
         feed.close()
 

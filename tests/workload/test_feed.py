@@ -7,18 +7,16 @@ import os
 import signal
 import sys
 import threading
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from autobatch import AutobatchError, InputError
+from autobatch import InputError
 from autobatch.workload.feed import open_feed
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state
-from autobatch.workload.user_code import user_code
 from tests.support.feeds import fed_loop, loader_workers
 from tests.support.kinds import stateful
 from tests.support.training import Augmented, Rows, make_workload, points
@@ -132,27 +130,16 @@ class Deadly(Rows):
         return super().__getitem__(index)
 
 
-# torch catches the second one.
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, "-9"), (signal.SIGBUS, "-7|1")])
-def test_a_worker_that_ended_is_reported_and_the_others_end(number: int, code: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
+def test_a_worker_that_ended_is_reported_and_the_others_end(number: int) -> None:
     data = Deadly(*points().columns)
     data.number = number
     workload = make_workload(train_data=data)
     with (
-        pytest.raises(AutobatchError, match=rf"loader worker \d+ ended with exit code ({code}) "),
+        pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.* \d+\) (is killed|exited)"),
         fed_loop(workload, workers=2, steps=8) as loop,
     ):
         list(loop.run())
-    assert not loader_workers()
-
-
-def test_a_worker_that_ends_while_the_loop_works_is_no_error_of_the_loop() -> None:
-    expected = pytest.raises(AutobatchError, match="exit code -9")
-    with expected, open_feed(make_workload(), SAMPLER, workers=2) as feed:
-        next(feed.collated(next(SAMPLER.batches()), 4))
-        with user_code("loss"):
-            os.kill(loader_workers()[0].pid, signal.SIGKILL)
-            time.sleep(60)
     assert not loader_workers()
 
 
