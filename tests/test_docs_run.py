@@ -153,6 +153,7 @@ def test_the_functions_of_the_page_on_optimizers_train() -> None:
     """The names of their first arguments decide what they get, and each loss reaches its own part alone."""
     first, second, schedules, following = blocks(LOSS, "python")[-4:]
     names: dict[str, Any] = {"torch": torch, "functional_call": torch.func.functional_call}
+    names["dataset"] = range(2048)
     names["bce"] = binary_cross_entropy_with_logits
     body, head = nn.Linear(4, 3), nn.Linear(3, 2)
     model = nn.Sequential(body, head)
@@ -172,13 +173,23 @@ def test_the_functions_of_the_page_on_optimizers_train() -> None:
         groups = [group for one in made for group in one.param_groups]
         assert [sum(p.numel() for p in group["params"]) for group in groups] == trained
     exec(second, names)
-    exec(following, names)
     gan = nn.Module()
     gan.generator, gan.discriminator = nn.Linear(8, 4), nn.Linear(4, 1)
     generator, discriminator = names["optimizer"](gan, 0.1)
     names["loss"](gan, torch.randn(5, 4)).backward()
     for one in (generator, discriminator):
         assert all(p.grad is not None for group in one.param_groups for p in group["params"])
+    exec(following, names)
+    dino = nn.Module()
+    dino.teacher, dino.student, dino.logit_scale = (
+        nn.Linear(2, 1),
+        nn.Linear(2, 1),
+        nn.Parameter(torch.ones(())),
+    )
+    before, one = weights(dino.teacher), names["optimizer"](dino, 0.1)
+    with torch.no_grad():
+        one.step()
+    assert torch.allclose(weights(dino.teacher), before.lerp(weights(dino.student), 0.004))
 
 
 def sides_of(diff: str) -> list[str]:

@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Workload
-from autobatch.workload.rng import preserved_generators, preserved_random_state, seed_everything
+from autobatch.workload.rng import mix_seed, preserved_generators, preserved_random_state, seed_everything
 from autobatch.workload.user_code import user_code
 
 Integers = NDArray[np.int64]
 Order: TypeAlias = Callable[[int], Sequence[int] | Integers]
 """Returns the samples of an epoch in order, always equally many."""
-ORDER_VERSION = 3
+ORDER_VERSION = 4
 """Version of the order of an epoch, kept in checkpoints. Raise it if `permutation` changes any order."""
 MOST_PASSES = 100
 """Times the size of the data above which a sampler counts as one that never ends."""
@@ -161,25 +161,10 @@ def order_digest(order: Order) -> str:
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Integers:
-    """Return the order of an epoch: ``range(samples)``, sorted by a hash of each number under the seed.
+    """Return the order of an epoch: ``range(samples)``, shuffled under the seed.
 
-    The hash is SplitMix64, which maps different numbers to different ones. It is computed here, because the
-    generators of libraries may draw otherwise in their next version, and a resumed run would repeat samples.
+    NumPy keeps what `RandomState` and `MT19937` draw in all later versions (NEP 19), or a resumed run would
+    repeat samples.
     """
     # NumPy, because an order is no part of the step: a budget counts the tensors of torch.
-    return np.argsort(_mix64(np.arange(samples, dtype=np.uint64) + np.uint64(mix_seed(seed, epoch))))
-
-
-def mix_seed(seed: int, epoch: int) -> int:
-    """Return a seed of 64 bits for an epoch of a run, whose seed is any integer."""
-    # The seed is mixed before the epoch is added, so that epochs of neighbouring seeds do not coincide.
-    mixed = _mix64(np.array([seed % 2**64], dtype=np.uint64))
-    return int(_mix64(mixed + np.uint64(epoch))[0])
-
-
-def _mix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the outputs of SplitMix64 (Steele et al. 2014) for states; sums and products wrap around."""
-    mixed = states + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    return np.random.RandomState(np.random.MT19937(mix_seed(seed, epoch))).permutation(samples)

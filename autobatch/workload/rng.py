@@ -96,8 +96,13 @@ def seed_rank(seed: int, rank: int, batches_seen: int = 0) -> None:
     if rank == 0 and batches_seen == 0:
         seed_everything(seed)
         return
-    digest = hashlib.blake2b(repr((seed, rank, batches_seen)).encode(), digest_size=8).digest()
-    seed_everything(int.from_bytes(digest, "little") >> 1)
+    seed_everything(mix_seed(seed, rank, batches_seen) >> 1)
+
+
+def mix_seed(*numbers: int) -> int:
+    """Return a seed of 64 bits from a hash of numbers, so that close numbers give unrelated draws."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 @contextmanager
