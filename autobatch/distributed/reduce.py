@@ -21,7 +21,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.units import MiB
 from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import Gradients
-from autobatch.step.loss import ONE, StepTotals, Term, numbers_of_terms, read_numbers
+from autobatch.step.loss import StepTotals, Term, numbers_of_terms, read_numbers
 
 TOGETHER_BYTES = 4 * MiB
 """Most bytes of the small gradients, which are copied to travel. The activations that are free by then had
@@ -54,11 +54,10 @@ def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
         InputError: the losses of the ranks have different forms.
     """
     ran = [own for own in of_ranks if own.sizes]
-    forms = sorted({_form_in_words(own) for own in ran})
-    if len(forms) > 1:
+    if any(own.form != ran[0].form for own in ran):
         raise InputError(
-            f"the workload's loss returned {forms[0]} on one rank, and {forms[1]} on another: return "
-            "the same terms of the same kinds"
+            "the workload's loss returned other terms on one rank than on another: return the same terms, "
+            "each as a tensor or as a Loss, on all"
         )
     terms: dict[str, Term] = {}
     for name, term in [item for own in of_ranks for item in own.terms.items()]:
@@ -69,11 +68,6 @@ def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
     totals.count = sum(counts) if counts else None
     totals.divisor = max(own.divisor for own in ran)
     totals.terms = terms
-
-
-def _form_in_words(totals: StepTotals) -> str:
-    form = totals.form or {ONE: False}
-    return ", ".join(f"{name} (a {'Loss' if has_count else 'tensor'})" for name, has_count in form.items())
 
 
 def sum_gradients(ranks: Ranks, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:

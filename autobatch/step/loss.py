@@ -143,14 +143,9 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
         totals.form = form
         begin_terms(train_state, totals, terms)
     if form != totals.form:
-        kinds = {True: "a Loss", False: "a tensor"}
-        before, now = (
-            ", ".join(f"{name or 'loss'}: {kinds[is_loss]}" for name, is_loss in each.items())
-            for each in (totals.form, form)
-        )
         raise InputError(
-            f"the workload's loss returned {before} for one micro-batch, and {now} for another: return the "
-            "same for all"
+            "the workload's loss returned other terms for one micro-batch than for another: return the same "
+            "terms, each as a tensor or as a Loss, for all"
         )
     if ONE not in terms:
         totals.divisor = float(totals.samples)

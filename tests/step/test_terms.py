@@ -87,7 +87,7 @@ WRONG: dict[str, dict[str, Any]] = {
         "loss": always(a=lambda zero: Loss(zero, torch.tensor(math.nan))),
         "counts": lambda _: {"a": 1},
     },
-    "loss: a tensor for one micro-batch, and loss: a Loss for another": {
+    "returned other terms for one micro-batch than for another": {
         "loss": changing(lambda zero: zero, lambda zero: Loss(zero, 1)),
         "counts": None,
     },
