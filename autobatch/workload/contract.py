@@ -70,17 +70,6 @@ class WholeBatchLoss:
     """Maps ``(model, the rows of the whole batch, in the same form)`` to the loss, a 0-d tensor that is used
     unchanged. Parameters that it reads from the model, for example a temperature, are trained too."""
 
-    def __post_init__(self) -> None:
-        """Check the fields without running anything.
-
-        Raises:
-            InputError: a part is not a function.
-        """
-        for part in ("represent", "loss"):
-            if not callable(getattr(self, part)):
-                found = kind_of(getattr(self, part))
-                raise InputError(f"WholeBatchLoss({part}=…) must be a function, found {found}")
-
     def __call__(self, model: nn.Module, batch: Collated) -> Tensor:
         """Return the loss of these samples, taken as a whole batch."""
         return self.loss(model, self.represent(model, batch))

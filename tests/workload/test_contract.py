@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from autobatch import InputError, WholeBatchLoss, Workload
+from autobatch import InputError, Workload
 
 DATA = TensorDataset(torch.arange(12.0))
 FIELDS: dict[str, Any] = {
@@ -74,11 +74,9 @@ def test_an_invalid_field_is_refused_with_what_to_write(field: str, value: objec
         Workload(**{"train_data": DATA} | FIELDS | {field: value})
 
 
-def test_a_stream_takes_no_sampler_and_a_whole_batch_loss_takes_functions() -> None:
+def test_a_stream_takes_no_sampler() -> None:
     with pytest.raises(InputError, match="needs data with an index, found a Numbers, a stream"):
         Workload(train_data=Numbers(), sampler=[1], **FIELDS)
-    with pytest.raises(InputError, match=r"WholeBatchLoss\(represent=…\) must be a function, found nothing"):
-        WholeBatchLoss(represent=None, loss=max)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one CPU
