@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from autobatch.core.errors import InputError
 from autobatch.step.gradients import local_parts
 
 
@@ -76,23 +75,6 @@ class WeightAverage:
         """Replace the averages by those that `state_dict` returned for the same parameters."""
         pairs = zip(self._parameters, state["averages"], strict=True)
         self._averages = {p: _wide_copy(p).copy_(saved) for p, saved in pairs if saved is not None}
-
-
-def load_average(average: WeightAverage | None, saved: dict[str, Any] | None) -> None:
-    """Load the state of an average from a checkpoint; both are None for runs without ``--ema``.
-
-    Raises:
-        InputError: only one of the two exists, or the decays differ.
-    """
-    here, there = None if average is None else average.decay, None if saved is None else saved["decay"]
-    if here != there:
-        asked, known = ("no --ema" if decay is None else f"--ema {decay:g}" for decay in (here, there))
-        raise InputError(
-            f"{asked} does not match the resumed run, which used {known}: give the same, or start without "
-            "--resume"
-        )
-    if average is not None and saved is not None:
-        average.load_state_dict(saved)
 
 
 def _wide_copy(parameter: nn.Parameter) -> Tensor:

@@ -28,7 +28,6 @@ from autobatch.core.text import error_text
 from autobatch.device.oom import is_oom, memory_named
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
-from autobatch.step.ema import load_average
 from autobatch.step.gradients import is_sharded
 from autobatch.training.checkpoint import SHARDED, Loaded, load_newest
 from autobatch.training.loop import Loop
@@ -159,7 +158,11 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
         _load_optimizer(optimizer, saved)
     for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
         schedule.load_state_dict(saved)
-    load_average(train_state.average, state["average"])
+    average, averages = train_state.average, state["average"]
+    if (average and average.decay) != (averages and averages["decay"]):
+        raise InputError("--ema is not that of the resumed run: give the same, or start without --resume")
+    if average is not None:
+        average.load_state_dict(averages)
     if state["scaler"]:
         train_state.scaler.load_state_dict(state["scaler"])
     # Ranks begin with one.
