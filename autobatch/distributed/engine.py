@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,15 +32,13 @@ from autobatch.distributed.reduce import bring_to_host, kinds_of, sum_gradients,
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss import StepTotals
 from autobatch.step.restore import BufferSnapshot
-from autobatch.step.train_state import TrainState
+from autobatch.step.train_state import MicroBatches, TrainState
 from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-MicroBatches = Iterable[tuple[Collated, int]]
-"""Micro-batches on the device, each with its number of samples."""
 Filler = Callable[[], Collated]
 """Returns a micro-batch on the device for a rank that has none."""
 

@@ -42,11 +42,10 @@ from autobatch.device.oom import first_line
 from autobatch.distributed.group import Group
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import local_parts, low_precision_parameters
-from autobatch.step.train_state import TrainState
+from autobatch.step.train_state import AUTOCAST_DTYPES, TrainState
 from autobatch.workload.contract import Collated
 
 T = TypeVar("T")
-_LOW_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALONE = ("alone",)
 """Name of the dimension of a mesh without real ranks. DTensor takes meshes of one name and size for one mesh,
 and would ask the ranks of the wrong group."""
@@ -146,7 +145,7 @@ def shard(mesh: DeviceMesh, model: nn.Module, precision: Precision) -> ShardedMo
         InputError: the model cannot be sharded; the message says why.
     """
     check_sharding(model, precision)
-    low, wide = _LOW_DTYPES.get(precision), torch.float32
+    low, wide = AUTOCAST_DTYPES.get(precision), torch.float32
     is_low = low is not None or bool(low_precision_parameters(model))
     inner = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=wide if is_low else None)
     for block in blocks_of(model):

@@ -32,7 +32,7 @@ from autobatch.workload.data_digest import DataDigest, digest_data
 from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import epoch_of
-from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.rng import preserved_random_state, seeded
 from autobatch.workload.streams import ENDLESS, Prefix, scanned, stream_notes
 from autobatch.workload.user_code import user_code
 
@@ -138,17 +138,15 @@ def open_setup(
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = scanned(workload)
     device = open_device(options.device, memory_budget=budget, environ=os.environ)
-    with preserved_random_state():
-        seed_everything(options.seed)
-        with memory_named("the model was built"):
-            # Ranks that share a model get its first values from rank 0.
-            on_meta = None if role.shards is None else built_on_meta(workload)
-            if on_meta is not None:
-                # Only here: importing FSDP takes a second, which a run without it saves.
-                from autobatch.distributed.shard import check_sharding
+    with seeded(options.seed), memory_named("the model was built"):
+        # Ranks that share a model get its first values from rank 0.
+        on_meta = None if role.shards is None else built_on_meta(workload)
+        if on_meta is not None:
+            # Only here: importing FSDP takes a second, which a run without it saves.
+            from autobatch.distributed.shard import check_sharding
 
-                check_sharding(on_meta, options.precision)
-            model = build_model(workload) if on_meta is None or role.rank == 0 else on_meta
+            check_sharding(on_meta, options.precision)
+        model = build_model(workload) if on_meta is None or role.rank == 0 else on_meta
     sharding = None
     if role.shards is not None and role.rank is None:
         from autobatch.distributed.shard import sharding_alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,12 +23,9 @@ from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
 from autobatch.workload.nested import feed
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches, each with its number of samples."""
-_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(kw_only=True)
@@ -57,8 +54,8 @@ class TrainState:
     """Average of the weights, updated by every applied step; None for no average."""
     sum_counts: Callable[[dict[str, float]], dict[str, float]] = lambda counts: counts
     """Returns the sums of the counts of all ranks, by term; all of them call it."""
-    mesh: DeviceMesh | None = None
-    """The ranks that share the model; None if each has a whole one."""
+    mesh: Any = None
+    """The ``DeviceMesh`` of the ranks that share the model; None if each has a whole one."""
     run: Callable[[Callable[[nn.Module, Collated], Any], Collated], Any] = field(init=False)
     """Calls a function of the model and a micro-batch; all ranks that share the model call it together."""
     forget_gathered: Callable[[], None] = lambda: None
@@ -153,4 +150,4 @@ def precision_context(device: torch.device, precision: Precision) -> AbstractCon
     """Return autocast for the forward pass of a micro-batch, or an empty context for fp32."""
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, dtype=_DTYPES[precision])
+    return torch.autocast(device.type, dtype=AUTOCAST_DTYPES[precision])

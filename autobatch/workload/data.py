@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.nested import tensors_of
-from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.rng import seeded
 from autobatch.workload.user_code import mark_user_error, user_code
 
 FIRST_LOOK = 64
@@ -112,8 +112,7 @@ class WorstCaseSampler:
     @cached_property
     def _costs(self) -> dict[int, float]:
         """Cost of each sample by its index. Read once, without a trace in the caller's generators."""
-        with preserved_random_state():
-            seed_everything(self._seed)
+        with seeded(self._seed):
             return self._scan()
 
     @cached_property

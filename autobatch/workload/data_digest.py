@@ -19,7 +19,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Record
 from autobatch.device.host import cpu_name
 from autobatch.workload.data import fetch
-from autobatch.workload.rng import preserved_generators, preserved_random_state, seed_everything
+from autobatch.workload.rng import preserved_generators, seeded
 
 LOOKED_AT = 5
 """Samples that are read: the first, the last, and some between."""
@@ -87,8 +87,7 @@ def _read(data: Any) -> str:
     """Return the digest of some samples that are read with seeded generators."""
     last = len(data) - 1
     places = sorted({last * part // (LOOKED_AT - 1) for part in range(LOOKED_AT)})
-    with preserved_random_state(), preserved_generators(data):
-        seed_everything(0)
+    with seeded(0), preserved_generators(data):
         samples = fetch(data, places)
     while isinstance(data, torch.utils.data.Subset):
         samples.append(np.asarray(data.indices))

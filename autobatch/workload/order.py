@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Workload
-from autobatch.workload.rng import mix_seed, preserved_generators, preserved_random_state, seed_everything
+from autobatch.workload.rng import mix_seed, preserved_generators, seeded
 from autobatch.workload.user_code import user_code
 
 Integers = NDArray[np.int64]
@@ -129,8 +129,7 @@ def sampler_order(sampler: Iterable[Any], count: int, seed: int) -> Order:
     def order(epoch: int) -> list[int]:
         indices: list[int] = []
         own_seed, limit = mix_seed(seed, epoch), MOST_PASSES * count
-        with preserved_random_state(), preserved_generators(sampler, own_seed), user_code("sampler"):
-            seed_everything(own_seed % 2**32)
+        with seeded(own_seed % 2**32), preserved_generators(sampler, own_seed), user_code("sampler"):
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)

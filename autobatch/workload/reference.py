@@ -11,8 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -44,7 +43,10 @@ def find_workload(workload: object, seed: int = 0) -> Workload:
     """
     if workload is None or isinstance(workload, str):
         place, name = check_reference(workload or DEMO)
-        with _seeded(seed):
+        # Only here: the import of torch takes seconds, and a reference is checked before.
+        from autobatch.workload.rng import seeded
+
+        with seeded(seed):
             if place.endswith(".py"):
                 module = _load_file(Path(place))
             else:
@@ -82,22 +84,13 @@ def _made(make: Any, name: str, seed: int) -> Workload:
             f"{name} must be an autobatch.Workload, a function that returns one, or a reference, found "
             f"{kind_of(make)}"
         )
-    with _seeded(seed), user_code(f"function {name}", make):
+    from autobatch.workload.rng import seeded
+
+    with seeded(seed), user_code(f"function {name}", make):
         made = make()
     if not isinstance(made, Workload):
         raise InputError(f"{name} returned {kind_of(made)}, not an autobatch.Workload")
     return made
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed all generators within the block, and restore them afterwards."""
-    # Only here: the import of torch takes seconds, and a reference is checked before.
-    from autobatch.workload.rng import preserved_random_state, seed_everything
-
-    with preserved_random_state():
-        seed_everything(seed)
-        yield
 
 
 def is_named_model(workload: object) -> TypeGuard[str]:

@@ -115,6 +115,14 @@ def preserved_random_state(*, gpus: bool = True) -> Iterator[None]:
         restore_random_state(state)
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed all generators within the block, and restore them at its end."""
+    with preserved_random_state():
+        seed_everything(seed)
+        yield
+
+
 def seed_generators(seed: int, batch_index: int, place: int, sample: int) -> None:
     """Seed the CPU generators from a hash of four numbers, so that close numbers give unrelated draws.
 
