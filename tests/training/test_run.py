@@ -14,9 +14,10 @@ from torch import Tensor
 from autobatch import DoesNotFitError, InputError, NonFiniteError, Progress, RestartSmallerError
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.profiles import load_profile
+from autobatch.training.checkpoint import load_newest
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
-from tests.support.runs import STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
+from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
 from tests.support.training import (
     Augmented,
     fingerprint,
@@ -25,7 +26,6 @@ from tests.support.training import (
     mean_loss,
     network,
     points,
-    weights,
 )
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -164,17 +164,19 @@ def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_non_finite_loss_stops_the_run_before_the_step_and_names_its_samples(precision) -> None:
+def test_a_non_finite_loss_ends_the_run_before_the_step_names_its_samples_and_is_not_saved(
+    precision: str, tmp_path: Path
+) -> None:
     data = points(24, dtype=torch.float32)
     workload = make_workload(model=lambda: network(torch.float32), train_data=data)
     loop = make_loop(workload, target_batch=6, micro_batch=4, steps=4, precision=precision)
     ids = list(loop.sampler.batches())[2].ids
     data.columns[0][ids[4], 0] = math.nan
-    run = loop.run()
-    next(run), next(run)
-    before = weights(loop.train_state.model)
     with pytest.raises(NonFiniteError, match=r"loss \(nan\) of step 3 ") as caught:
-        next(run)
+        train(loop, settings(tmp_path, checkpoint_every=2), Progress())
     assert str(ids) in str(caught.value)
-    assert torch.equal(weights(loop.train_state.model), before)
+    assert HINT in caught.value.__notes__[0]
     assert loop.batches_seen == loop.steps_applied == 2
+    assert saved_steps(tmp_path) == [2]
+    saved = load_newest(tmp_path / "checkpoints").state["model"]
+    assert all(torch.equal(saved[name], value) for name, value in loop.train_state.model.state_dict().items())
