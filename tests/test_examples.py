@@ -58,9 +58,6 @@ def test_a_sink_hands_known_numbers_to_a_tracker(monkeypatch: pytest.MonkeyPatch
     run.close.assert_called_once_with()
 
 
-LONGEST = 90
-ADDED = "  # +"
-"""Mark of the lines that a script of a library has more with autobatch."""
 LIBRARIES = {
     "hf_trainer": ("transformers", r"Trainer: .*batch 64 in \d+ micro-batches.*after 8 steps"),
     "lightning_module": ("lightning", r"Lightning: .*batch 256 in \d+ micro-batches; 8 steps"),
@@ -108,14 +105,6 @@ def test_the_centre_of_dino_is_that_of_all_ranks(runner: RankServer, tmp_path: P
     assert alone["centre"].abs().max() > 1e-3
     for name, value in alone.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
-
-
-def test_every_example_is_short_and_runs_in_a_test() -> None:
-    lengths = {
-        path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in EXAMPLES.glob("*.py")
-    }
-    assert lengths.keys() == {*LIBRARIES, *OWN, "train", "own_loop", "sinks"}
-    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
 
 
 TARGET, LARGEST, STEPS = 100, 37, 4
@@ -179,14 +168,3 @@ def test_a_program_of_the_gallery_is_exact(
     )
     off = apart(weights(fitted) - weights(exact.model()), expected - weights(exact.model()))
     assert off > 1e-3 if name == "imagenet" else off <= 1e-12
-
-
-def test_only_as_many_lines_as_the_page_says_are_marked_and_no_others_name_autobatch() -> None:
-    page = (EXAMPLES.parent / "docs/figures.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[.+?\]\(\.\./examples/(\w+)\.py\) \| .+? \| (\d+) \|", page, re.MULTILINE)
-    assert {name for name, _ in rows} == {*OWN} - {"streaming"}
-    used = re.compile(r"(import|from) autobatch|autobatch\.\w|\b(Loss|Workload)\(|(?<!\.)\bfit\(")
-    for name, promised in (*rows, ("hf_trainer", 2), ("lightning_module", 3)):
-        lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
-        assert sum(line.endswith(ADDED) for line in lines) == int(promised)
-        assert not any(used.search(line) and not line.endswith(ADDED) for line in lines)

@@ -1,4 +1,4 @@
-"""Rules of the source: which layers import which, how docstrings open, who prints and who makes tensors."""
+"""Rules of the source: which layers import which, who prints and who makes tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ MAKERS = {
     "randn", "randperm", "tensor", "zeros",
 }  # fmt: skip
 """Functions that make a tensor on the default device."""
-CLAUSE_WORDS = {"what", "whether", "where", "how", "which", "who", "when", "why", "inside"}
 DEVICE_KINDS = {"cuda", "cpu", "sim"}
 
 
@@ -144,18 +143,6 @@ def test_only_the_command_line_prints_or_exits() -> None:
         }
         if module != MAY_PRINT:
             assert not calls & {"print", "exit", "quit"}, module
-
-
-def test_docstrings_open_with_a_verb_or_a_noun() -> None:
-    opened = {
-        (module, getattr(node, "name", "module")): text.split()[0].strip("`,.:").lower()
-        for module in modules()
-        for node in nodes(module)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if (text := ast.get_docstring(node))
-    }
-    assert len(opened) > 100
-    assert {place: word for place, word in opened.items() if word in CLAUSE_WORDS} == {}
 
 
 def test_no_layer_asks_a_device_for_its_kind() -> None:

@@ -14,7 +14,7 @@ from autobatch import InputError
 from tests.support.probes import Listener, mlp, work
 from tests.support.ragged import ragged_workload
 from tests.support.step_workloads import transformer
-from tests.support.training import make_workload
+from tests.support.training import contrastive_loss, make_workload, mean_loss
 
 CPU: dict[str, Any] = {"device": "cpu", "memory_budget": "2MiB"}
 
@@ -78,6 +78,12 @@ def test_a_plan_is_for_the_ranks_that_were_asked_for_or_launched(
 def test_a_plan_that_cannot_be_right_is_refused(workload: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         plan(workload(), 24, **options)
+
+
+def test_a_plan_notes_a_loss_that_cannot_be_split() -> None:
+    for loss, is_told in ((contrastive_loss, True), (mean_loss, False)):
+        _, notes = plan(make_workload(loss=loss), 24, max_micro_batch=8)
+        assert any("the gradient of" in note for note in notes) == is_told
 
 
 def test_a_plan_for_the_ranks_of_another_loop_is_by_count() -> None:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 from autobatch import InputError, WholeBatchLoss
-from tests.integrations import test_own_loop
 from tests.support.detection import Detector, scenes
 from tests.support.detection import whole as whole_detection
 from tests.support.runs import fit
@@ -237,10 +236,6 @@ ROWS: dict[str, tuple[dict[str, Any], Any, Any, tuple[Any, str] | None]] = {
 }
 """Fields of a workload, its loss or the name of that on the page, the loss over the whole batch, and a wrong
 loss with the cause that its refusal names. A row without a right loss is inexact."""
-IN_OWN_LOOPS = dict.fromkeys(
-    ("SAM", "GAN, in its usual order"), test_own_loop.test_two_batches_of_the_same_samples_are_two_steps
-)
-"""Rows of the page that need a loop of one's own, and their test."""
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -267,9 +262,3 @@ def test_batch_statistics_are_named_before_training(tmp_path: Path) -> None:
     found = next(note for note in notes if "BatchNorm" in note)
     assert "1 BatchNorm layer computes its statistics over micro-batches of 8 samples, not over" in found
     assert "a momentum of 0.03451 instead of 0.1 would undo" in found
-
-
-def test_every_row_of_the_page_is_held_by_a_test() -> None:
-    rows = dict(re.findall(r"^\| ([^|]+) \|.*\| (yes|no)[^|]*\|$", PAGE, re.MULTILINE))
-    held = {name: "no" if loss is None else "yes" for name, (_, loss, _, _) in ROWS.items()}
-    assert rows == held | dict.fromkeys(IN_OWN_LOOPS, "yes") | {"BatchNorm": "no"}
