@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ import autobatch
 from autobatch.step.optimizers import build_optimizers
 from autobatch.training.build import build_schedules
 from autobatch.workload.order import GlobalBatchSampler
-from benchmarks.recording import COMMAND, lines_of
 from tests.support.custom_loops import Sam
 from tests.support.libraries import installed
 from tests.support.rank_server import RankServer
@@ -35,31 +33,6 @@ README, LOOPS, DATA, LOSS, TUTORIAL = (
 )
 COMPLETE = [TUTORIAL, ROOT / "docs/reports.md", ROOT / "docs/which-gpu.md"]
 """Pages whose code stands alone."""
-
-
-def promised(recording: Path) -> str:
-    """Return the last screen of a recording without what the machine and the hour decide."""
-    screen = " ".join(" ".join(lines_of(recording.read_text(encoding="utf-8"))).split())
-    screen = re.sub(r"\d+\.[\d.]+|\d{8}-\d{6}|[\d,]+(?= samples/s)", "#", screen)
-    # The tuner may choose another micro-batch. That of the probe stands before its trials.
-    trials = r"trial .* (?=plan batch)", r"(?<=plan batch 1,024 in ).* (?=reached)", r"tuned .* (?=trained)"
-    for its_own in (r"device .* (?=budget)", r"\(predicted .*?\)", *trials):
-        screen = re.sub(its_own, "", screen)
-    return screen
-
-
-@pytest.mark.program
-def test_the_recording_shows_what_the_first_command_of_the_readme_prints(tmp_path: Path) -> None:
-    first = re.search(r"```bash\n.*\n(autobatch .*)\n", text_of(README))
-    assert first is not None
-    assert first[1] == COMMAND
-    again = tmp_path / "again.svg"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "benchmarks.recording", str(again)]
-    subprocess.run(command, check=True, cwd=ROOT, env=environ, timeout=240)
-    kept = promised(ROOT / "docs/img/fit.svg")
-    assert "plan batch 1,024 in reached" in kept
-    assert promised(again) == kept
 
 
 @pytest.fixture(autouse=True)
