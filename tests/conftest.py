@@ -143,12 +143,6 @@ def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def runner() -> RankServer:
-    """Run scripts in any worker: the imports of its server take as long as those of one script."""
-    return RankServer()
-
-
-@pytest.fixture(scope="session")
 def server() -> RankServer:
     """Run ranks, all tests of which share a worker and so a server."""
     return RankServer()

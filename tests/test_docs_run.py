@@ -22,9 +22,9 @@ import autobatch
 from autobatch.step.optimizers import build_optimizers
 from autobatch.training.build import build_schedules
 from autobatch.workload.order import GlobalBatchSampler
+from tests.support.commandline import printed
 from tests.support.custom_loops import Sam
 from tests.support.libraries import installed
-from tests.support.rank_server import RankServer
 from tests.support.training import make_workload, weights
 from tests.test_docs import ROOT, blocks, text_of
 
@@ -171,16 +171,14 @@ def sides_of(diff: str) -> list[str]:
 
 
 @pytest.mark.program
-def test_a_project_begins_with_the_program_of_the_readme_and_its_command_runs(
-    tmp_path: Path, runner: RankServer
-) -> None:
+def test_a_project_begins_with_the_program_of_the_readme_and_its_command_runs(tmp_path: Path) -> None:
     (tmp_path / "train.py").unlink()
     program = blocks(README, "python")[0]
     assert len(program.splitlines()) <= 20
     (command,) = re.findall(r"^autobatch fit train.py .*$", text_of(README), re.MULTILINE)
-    printed = printed_by(f"autobatch init . && {command}", tmp_path, runner)
+    text = printed_by(f"autobatch init . && {command}", tmp_path)
     assert (tmp_path / "train.py").read_text() == program.removeprefix("# train.py\n")
-    assert "batch 2,048 in" in printed
+    assert "batch 2,048 in" in text
 
 
 def in_libraries() -> dict[str, Any]:
@@ -227,22 +225,20 @@ def test_the_loops_of_libraries_run_before_and_after() -> None:
         assert moved_by(code, reader() | {"Accelerator": accelerate.Accelerator}) == {"model"}
 
 
-def printed_by(lines: str, folder: Path, runner: RankServer) -> str:
+def printed_by(lines: str, folder: Path) -> str:
     """Run commands in a folder, and return all that they print."""
     commands = [shlex.split(line, comments=True) for line in re.split(r"\n|&&", lines)]
-    return "".join(runner.program(folder, *words) for words in commands if words)
+    return "".join(printed(folder, *words) for words in commands if words)
 
 
 @pytest.mark.program
-def test_the_commands_of_the_tutorial_print_what_it_quotes(tmp_path: Path, runner: RankServer) -> None:
+def test_the_commands_of_the_tutorial_print_what_it_quotes(tmp_path: Path) -> None:
     """Only the figures that the training reaches may differ by a little from machine to machine."""
-    quotes, printed = blocks(TUTORIAL, "text"), ""
+    quotes, text = blocks(TUTORIAL, "text"), ""
     for lines, quoted in zip(blocks(TUTORIAL, "bash"), quotes, strict=True):
-        printed = printed_by(lines, tmp_path, runner)
+        text = printed_by(lines, tmp_path)
         limits = [line for line in quoted.splitlines() if not line.startswith("reached")]
-        assert set(limits) <= set(printed.splitlines()), printed
+        assert set(limits) <= set(text.splitlines()), text
     assert "in 4 micro-batches" in "".join(quotes)
-    claimed, reached = (
-        re.findall(r"held-out accuracy ([\d.]+) %", text) for text in ("".join(quotes), printed)
-    )
+    claimed, reached = (re.findall(r"held-out accuracy ([\d.]+) %", text) for text in ("".join(quotes), text))
     assert [float(one) for one in reached] == pytest.approx([float(one) for one in claimed], abs=1.5)

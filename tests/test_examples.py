@@ -22,6 +22,7 @@ import autobatch
 from autobatch import Loss, Workload
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.order import GlobalBatchSampler
+from tests.support.commandline import printed
 from tests.support.libraries import installed
 from tests.support.rank_server import RankServer
 from tests.support.sample_run import a_run, a_step
@@ -31,12 +32,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.mark.program
-def test_the_own_loop_takes_exact_batches(runner: RankServer, tmp_path: Path) -> None:
-    printed = runner.program(tmp_path, EXAMPLES / "own_loop.py")
-    samples = [int(one) for one in re.findall(r"^step \d+: (\d+) samples", printed, re.MULTILINE)]
+def test_the_own_loop_takes_exact_batches(tmp_path: Path) -> None:
+    text = printed(tmp_path, EXAMPLES / "own_loop.py")
+    samples = [int(one) for one in re.findall(r"^step \d+: (\d+) samples", text, re.MULTILINE)]
     assert samples[:-1] == [256] * (len(samples) - 1)
     assert sum(samples) == 2000, "two epochs of 1,000 samples"
-    losses = [float(one) for one in re.findall(r"loss ([\d.]+)$", printed, re.MULTILINE)]
+    losses = [float(one) for one in re.findall(r"loss ([\d.]+)$", text, re.MULTILINE)]
     assert losses[-1] < losses[0]
 
 
@@ -75,19 +76,17 @@ OWN = {
 
 @pytest.mark.program
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_script_of_a_library_is_planned_and_trained(name: str, runner: RankServer, tmp_path: Path) -> None:
+def test_a_script_of_a_library_is_planned_and_trained(name: str, tmp_path: Path) -> None:
     library, expected = LIBRARIES[name]
     installed(library)
-    said = runner.program(tmp_path, EXAMPLES / f"{name}.py")
+    said = printed(tmp_path, EXAMPLES / f"{name}.py")
     assert all(re.search(part, said, re.DOTALL) for part in expected.split("; "))
 
 
 @pytest.mark.program
 @pytest.mark.parametrize("name", OWN)
-def test_a_program_of_the_gallery_trains_in_micro_batches(
-    name: str, runner: RankServer, tmp_path: Path
-) -> None:
-    assert re.search(OWN[name], runner.program(tmp_path, EXAMPLES / f"{name}.py"), re.DOTALL)
+def test_a_program_of_the_gallery_trains_in_micro_batches(name: str, tmp_path: Path) -> None:
+    assert re.search(OWN[name], printed(tmp_path, EXAMPLES / f"{name}.py"), re.DOTALL)
 
 
 def fit_dino(out: Path) -> dict[str, Tensor]:
@@ -97,10 +96,10 @@ def fit_dino(out: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.program
-def test_the_centre_of_dino_is_that_of_all_ranks(runner: RankServer, tmp_path: Path) -> None:
+def test_the_centre_of_dino_is_that_of_all_ranks(server: RankServer, tmp_path: Path) -> None:
     """Two ranks, of which each sees other samples, end with the weights of one process."""
     (alone,), (found, _) = (
-        runner.values(fit_dino, tmp_path / str(world), world=world, seconds=300) for world in (1, 2)
+        server.values(fit_dino, tmp_path / str(world), world=world, seconds=300) for world in (1, 2)
     )
     assert alone["centre"].abs().max() > 1e-3
     for name, value in alone.items():

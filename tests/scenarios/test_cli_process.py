@@ -55,50 +55,10 @@ def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: P
     found = ran.json
     assert ran.code == 0
     assert {"python", "below"} <= {*re.findall("{from (python|below)", ran.err)}
-    contract = {
-        "device": "kind name total_bytes budget_bytes other_processes_bytes",
-        "probe": "micro_batch limited_by upper_bound_by predicted_micro_batch oom_count attempts",
-        "plan": "target_batch effective_batch world_size micro_batch accumulation_steps micro_batches "
-        "base_batch learning_rate learning_rate_rule precision",
-        "tuning": "trials best baseline_samples_per_s best_samples_per_s study",
-        "training": "optimizer_steps samples samples_per_s first_loss final_loss oom_recoveries resumed_from "
-        "checkpoint",
-    }
-    assert {"schema", "autobatch", "profile", "report", *contract} <= found.keys()
-    for part, names in contract.items():
-        assert set(names.split()) <= found[part].keys(), part
-    attempt, training = found["probe"]["attempts"][0], found["training"]
-    assert {"micro_batch", "fits", "peak_allocated_bytes", "seconds"} <= attempt.keys()
-    assert (found["schema"], attempt["peak_reserved_bytes"], training["resumed_from"]) == (3, None, None)
-    assert (training["optimizer_steps"], training["samples"]) == (4, 32)
+    assert (found["schema"], found["training"]["optimizer_steps"], found["training"]["samples"]) == (3, 4, 32)
     for path in (found["profile"], found["report"], found["training"]["checkpoint"]):
         assert (tmp_path / path).exists()
     assert json.loads((tmp_path / found["out"] / "result.json").read_text())["plan"] == found["plan"]
-
-
-@pytest.mark.usefixtures("warm_children")
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (("--memory-budget", "900TiB"), 2, "the memory budget is 900 TiB (900TiB), but"),
-        (("--resume",), 2, "--resume found no run in runs/digits"),
-        (("train.py:workload", "--memory-budget", "30B"), 3, "a micro-batch of 1 does not fit in the bu"),
-    ],
-    ids=["budget", "resume", "nothing fits"],
-)
-def test_errors_that_are_found_late_are_one_line(
-    words: tuple[str, ...],
-    code: int,
-    said: str,
-    tmp_path: Path,
-    train: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = cli.run(["fit", "--target-batch", "8", *words])
-    assert one_line(Ran(found, "", capsys.readouterr().err), code).startswith(said)
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {train.name}
 
 
 @pytest.mark.usefixtures("warm_children")
@@ -228,17 +188,11 @@ class Local:
     def __reduce__(self):
         raise TypeError("cannot be pickled")
 
-def run(**options):
+def run():
     import autobatch
     local = Local()
     mine = small(loss=lambda model, batch: loss(model, batch) if local else None)
-    options = dict(device="cpu", memory_budget="64MiB") | options
-    planned = autobatch.plan(mine, target_batch="8", **options)
-    assert planned.micro_batches == [8] and planned.plan is planned and planned.probe.micro_batch == 8
-    assert autobatch.probe(mine, max_micro_batch=4, **options).micro_batch == 4
-    tuned = autobatch.tune(mine, target_batch=8, trials=1, **options)
-    assert tuned.tuning.trials == 1 and tuned.training is None
-    result = autobatch.fit(mine, target_batch=8, steps="3", trials=0, **options)
+    result = autobatch.fit(mine, target_batch=8, steps=3, trials=1, device="cpu", memory_budget="64MiB")
     assert result.training.optimizer_steps == 3
     return result.model(torch.zeros(1, 4)).shape
 

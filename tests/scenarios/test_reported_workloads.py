@@ -43,8 +43,8 @@ class Stream(IterableDataset[Any]):
 
     epoch = 0
 
-    def __init__(self, samples: int, *, is_shared: bool = True) -> None:
-        self.rows, self.is_shared = points(samples), is_shared
+    def __init__(self, samples: int) -> None:
+        self.rows = points(samples)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -52,17 +52,9 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.epoch)).tolist()
         process = get_worker_info()
-        for index in order[process.id :: process.num_workers] if process and self.is_shared else order:
+        for index in order[process.id :: process.num_workers] if process else order:
             inputs, label = self.rows[index]
-            yield inputs + torch.randn(5, dtype=torch.float64) * self.is_shared, label
-
-
-@pytest.mark.program  # torch waits ten seconds for loader processes whose reader has failed
-def test_loader_processes_that_yield_the_same_samples_are_told(tmp_path: Path) -> None:
-    """Otherwise an epoch of 24 samples has each of the first 12 twice, and none of the others."""
-    workload = make_workload(train_data=Stream(24, is_shared=False))
-    with pytest.raises(autobatch.InputError, match="each of 2 loader processes"):
-        fit(workload, tmp_path, target_batch=8, steps=3, workers=2)
+            yield inputs + torch.randn(5, dtype=torch.float64), label
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.program)])

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from autobatch import Workload
 from tests.support.runs import fit, fit_until
-from tests.support.training import Augmented, make_workload, mean_loss, network, points, weights
+from tests.support.training import Augmented, make_workload, network, points, weights
 
 STEPS = 6
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 4, "steps": STEPS, "checkpoint_every": 4}
@@ -68,22 +68,3 @@ def test_the_check_changes_no_batch_and_draws_nothing_nor_does_a_resume(make: An
     assert states == others, "as many numbers were drawn"
     fit_until(5, make(), tmp_path / "parts", **OPTIONS)
     assert torch.equal(run(make, tmp_path / "parts", resume=True)[0], found)
-
-
-def test_the_batches_of_a_stream_are_those_that_it_yields(tmp_path: Path) -> None:
-    """Steps were once trained on the numbers of the first, which a check had drawn again."""
-    drawn: list[Tensor] = []
-    trained: list[Tensor] = []
-
-    def stream() -> Iterator[tuple[Tensor, int]]:
-        while True:
-            drawn.append(torch.rand(5))
-            yield drawn[-1], 0
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        trained.append(batch[0].clone())
-        return mean_loss(model, batch)
-
-    run(lambda: make_workload(model=dropping, train_data=stream, loss=loss), tmp_path, split_check="error")
-    assert torch.equal(torch.cat(trained[-2 * STEPS :]), torch.stack(drawn[-8 * STEPS :]))
-    assert len(drawn) == 1001 + 8 * STEPS, "the samples that were planned with, and those that were trained"

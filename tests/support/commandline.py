@@ -90,3 +90,11 @@ def run(folder: Path, words: Sequence[str], timeout: float = 120, **variables: s
 def autobatch(folder: Path, *arguments: object, timeout: float = 120, **variables: str) -> Ran:
     """Run the command in a folder, and wait for its end."""
     return run(folder, command(*arguments), timeout, **variables)
+
+
+def printed(folder: Path, program: object, *arguments: object) -> str:
+    """Run ``autobatch``, or a script of Python, in a folder, and return all that it prints."""
+    start = command() if program == "autobatch" else [sys.executable, str(program)]
+    done = run(folder, [*start, *map(str, arguments)], timeout=300)
+    assert done.code == 0, done.err
+    return done.err + done.out

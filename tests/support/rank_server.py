@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import multiprocessing
 import os
 import pickle
-import runpy
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 SECONDS = 120.0
@@ -103,15 +99,6 @@ class RankServer:
             raise RuntimeError(f"{[one.code for one in ended]}:\n{errors}")
         return [one.value for one in ended]
 
-    def program(self, folder: Path, *words: object) -> str:
-        """Run ``autobatch``, or a script of Python, as a command in a folder; return what it prints.
-
-        Raises:
-            RuntimeError: it failed.
-        """
-        environ = {"AUTOBATCH_HOME": str(folder / "home")}
-        return str(self.values(_run_program, folder, *words, world=1, environ=environ, seconds=300)[0])
-
 
 def _be_rank(pipe: Connection, task: bytes, environ: dict[str, str], seconds: float) -> NoReturn:
     import torch
@@ -131,27 +118,3 @@ def _be_rank(pipe: Connection, task: bytes, environ: dict[str, str], seconds: fl
         pipe.send_bytes(said)
     finally:
         os._exit(code)
-
-
-def _run_program(folder: Path, *words: object) -> str:
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    for name in [one for one in os.environ if one in launched or one.startswith("TORCHELASTIC_")]:
-        del os.environ[name]
-    os.chdir(folder)
-    sys.argv = [str(word) for word in words]
-    program, code = sys.argv[0], None
-    printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        try:
-            if program == "autobatch":
-                runpy.run_module(program, run_name="__main__")
-            else:
-                sys.path.insert(0, str(Path(program).parent))
-                runpy.run_path(program, run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-        printed.seek(0)
-        text = printed.read()
-    if code:
-        raise RuntimeError(f"exit code {code}: {text}")
-    return text
