@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +14,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import autobatch
-from autobatch.device.cpu import CpuDevice
 from autobatch.planning import make_plan
-from autobatch.tuning import fastest, learning_rate, trial
+from autobatch.tuning import fastest, learning_rate
 from autobatch.tuning.learning_rate import short_run
 from tests.support.training import make_setup
 from tests.support.trials import SAMPLES, STEPS, linear_workload, signed, squares
 
 TRACED = 1
 """The process id that a trace on fake tensors reads from every sample."""
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_numbers_that_nobody_asked_to_change_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A device that computes in bf16 a hundred times faster, and at least 80 times, trains in fp32."""
-    monkeypatch.setattr(CpuDevice, "native_precisions", lambda _: ("bf16", "fp32"))
-    in_bf16 = cycle([0.01, 0.01, 0.0125])
-    times = lambda setup, *_: next(in_bf16) if setup.precision == "bf16" else 1.0  # noqa: E731
-    monkeypatch.setattr(trial, "time_steps", times)
-    options: dict[str, Any] = {"target_batch": 48, "device": "cpu", "trials": 4}
-    first = autobatch.tune(linear_workload(), **options)
-    assert (first.plan.precision, first.plan.knobs, first.tuning.low) == ("fp32", {}, None)
-    assert first.tuning.best == {"micro_batch_shift": 0}
-    assert first.tuning.offers == ["bf16 is at least 80.00 × faster here: add --precision bf16"]
-    assert first.tuning.offers[0] in str(first)
-    asked = autobatch.tune(linear_workload(), knobs="precision", **options)
-    assert (asked.plan.precision, asked.tuning.low, asked.plan.effective_batch) == ("bf16", 80.0, 48)
-    again = autobatch.tune(linear_workload(), **options)
-    assert (again.tuning.study, again.tuning.history) == (first.tuning.study, first.tuning.history)
 
 
 @pytest.mark.program

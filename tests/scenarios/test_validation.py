@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 import autobatch
 from autobatch import InputError, Loss, Progress
-from autobatch.cli.output import describe_failure
 from autobatch.training.run import train
 from tests.support.runs import open_loop, rows, settings
 from tests.support.training import fingerprint, make_workload, points
@@ -60,32 +59,18 @@ def test_averaged_weights_are_validated_and_exported_and_no_bit_of_the_training_
     assert done.validation["loss"] != untouched.validation["loss"]
 
 
-def wrong_key(model, batch):
-    return {"accuracy": batch["label"]}
-
-
-def vector_metric(model, batch):
-    return {"accuracy": model(batch[0])}
-
-
 @pytest.mark.parametrize(
-    ("metrics", "error", "message"),
+    ("metrics", "message"),
     [
-        (wrong_key, TypeError, "raised by the workload: metrics"),
-        (vector_metric, InputError, "the validation metric 'accuracy' must be a 0-d tensor"),
-        (lambda model, batch: 3.0, InputError, "must return a mapping of names to values, where each"),
-        (lambda model, batch: {"loss": 3.0}, InputError, "text other than 'loss'"),
-        (lambda model, batch: {"a": Loss(3.0, math.nan)}, InputError, "count of the validation metric 'a'"),
+        (lambda model, batch: {"accuracy": model(batch[0])}, "'accuracy' must be a 0-d tensor"),
+        (lambda model, batch: {"loss": 3.0}, "text other than 'loss'"),
+        (lambda model, batch: {"a": Loss(3.0, math.nan)}, "count of the validation metric 'a'"),
     ],
 )
-def test_a_mistake_in_the_metrics_is_found_before_training(
-    metrics, error, message: str, tmp_path: Path
-) -> None:
+def test_a_mistake_in_the_metrics_is_found_before_training(metrics, message: str, tmp_path: Path) -> None:
     workload = make_workload(validation_data=points(9), metrics=metrics)
     options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 5, "trials": 0}
-    with pytest.raises(error) as caught:
+    with pytest.raises(InputError, match=message):
         autobatch.fit(workload, **options, out=str(tmp_path / "run"))
-    assert message in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert describe_failure(caught.value).exit_code == 2
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert not (tmp_path / "run" / "checkpoints").exists()

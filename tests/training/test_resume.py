@@ -111,7 +111,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resume(done: Path, folder: Path, **changes: Any) -> list[str]:
     """Resume a copy of a run with other fields of its workload, or other options; return what is said."""
-    fields = {name: changes.pop(name) for name in ("model", "schedule", "train_data") if name in changes}
+    known = ("model", "schedule", "train_data", "sampler")
+    fields = {name: changes.pop(name) for name in known if name in changes}
     shutil.copytree(done, folder / "copy")
     return fit(make_workload(**fields), folder / "copy", resume=True, **{**ASKED, **changes})[1]
 
@@ -129,6 +130,8 @@ def decaying(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         ),
         ({"seed": 7}, "--seed 7 does not match the checkpoint .*step-00000002, which has 0"),
         ({"train_data": points(23)}, "number of training samples 23 does not match .*, which has 24"),
+        ({"train_data": points(seed=1)}, "of this run are not those of the checkpoint .*PYTHONHASHSEED=0"),
+        ({"sampler": range(24)}, "order of the sampler .* does not match the checkpoint"),
         ({"steps": 1}, "this run has 1 optimizer steps, but the checkpoint .* has taken 2 already"),
         ({"schedule": decaying, "steps": 9}, "number of optimizer steps 9 does not match .*, which has 2"),
         ({"model": lambda: nn.Linear(5, 3).double()}, "another model, optimizer or schedule"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import random
 import signal
 import sys
 import threading
@@ -19,7 +20,16 @@ from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state
 from tests.support.feeds import fed_loop, loader_workers
 from tests.support.kinds import stateful
-from tests.support.training import Augmented, Rows, make_workload, points
+from tests.support.training import (
+    INFO_NCE,
+    Augmented,
+    Rows,
+    fingerprint,
+    make_workload,
+    mean_loss,
+    network,
+    points,
+)
 
 SAMPLER = GlobalBatchSampler(samples=24, target_batch=10, seed=0, steps=3)
 
@@ -92,16 +102,24 @@ def test_errors_of_the_collate_function_are_those_of_the_user(fields: dict[str, 
         list(loop.run())
 
 
-def test_out_of_memory_in_a_worker_shrinks_the_micro_batch() -> None:
+@pytest.mark.parametrize("loss", [mean_loss, INFO_NCE])
+def test_out_of_memory_in_a_worker_shrinks_the_micro_batch_and_repeats_its_draws(loss: Any) -> None:
     def collate(samples):
+        """Draw beside the samples, seeded by the first of a micro-batch."""
         if len(samples) > 2:
             raise MemoryError("too many at once")
-        return torch.utils.data.default_collate(samples)
+        inputs, labels = torch.utils.data.default_collate(samples)
+        return inputs + torch.randn(()) + random.random(), labels
 
-    with fed_loop(make_workload(collate=collate), workers=2, micro_batch=7) as loop:
+    workload = stateful(model=lambda: network(torch.float32), collate=collate, loss=loss)
+    with fed_loop(workload, workers=2, micro_batch=7) as loop:
         records = list(loop.run())
+        found = fingerprint(loop.train_state.model)
     assert [record.micro_batch for record in records] == [2] * 6
     assert "MemoryError" in (records[0].recovered or "")
+    with fed_loop(workload, workers=0, sample_seeds=True, micro_batch=2) as loop:
+        list(loop.run())
+        assert fingerprint(loop.train_state.model) == found
 
 
 def test_a_micro_batch_that_cannot_be_sent_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
