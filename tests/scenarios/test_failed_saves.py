@@ -21,7 +21,7 @@ from autobatch.training import checkpoint
 from autobatch.training.checkpoint import begin_after, list_checkpoints
 from autobatch.training.run import train
 from tests.support.checkpoints import is_valid, leftovers, newest, save
-from tests.support.runs import HINT, open_loop, resume, saved_steps, settings
+from tests.support.runs import HINT, ActingAfter, open_loop, resume, saved_steps, settings
 from tests.support.training import fingerprint, make_workload
 
 
@@ -143,31 +143,24 @@ class Large(nn.Module):
         return self.body(inputs)
 
 
-class FullDisk(Progress):
-    """Progress after whose third step the system refuses files over 100 kB; it may send a signal, too."""
-
-    def __init__(self, *, has_signal: bool) -> None:
-        self.has_signal = has_signal
-        self.unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def stepped(self, step, of) -> None:
-        if step.step == 3:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, self.unlimited[1]))
-            if self.has_signal:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-
 @pytest.mark.parametrize("has_signal", [False, True])
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path, has_signal: bool) -> None:
     """A limit on file sizes makes write() fail, which torch.save alone would hide."""
-    disk = FullDisk(has_signal=has_signal)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
+        if has_signal:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run, loop = settings(tmp_path, checkpoint_every=1), open_loop(make_workload(model=Large))
     try:
         with pytest.raises(
             CheckpointError, match=r"step 3 could not be written to .*File too large.*Free some space"
         ) as caught:
-            train(open_loop(make_workload(model=Large)), settings(tmp_path, checkpoint_every=1), disk)
+            train(loop, run, ActingAfter(3, fill_disk))
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, disk.unlimited)
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert HINT in caught.value.__notes__[0]
     assert (saved_steps(tmp_path), leftovers(tmp_path / "checkpoints")) == ([1, 2], [])
     loop, _ = resume(tmp_path, make_workload(model=Large))

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from autobatch import Interrupted, Progress
+from autobatch import Interrupted
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.run import train
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
-from tests.support.runs import settings
+from tests.support.runs import ActingAfter, settings
 from tests.support.training import make_workload, points
 
 pytestmark = pytest.mark.distributed
@@ -26,22 +26,17 @@ def stop_in_step(out: str, of_rank: dict[int, str], in_validation: bool) -> tupl
     """Send signals to some ranks in the third step; return the exit code and the steps that were trained."""
     group = open_group()
     own = of_rank.get(group.rank)
-    seen = 0
+    asked: list[bool] = []
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
-        if seen == 2 and own is not None and (model.training or not in_validation):
+        if asked and own is not None and (model.training or not in_validation):
             os.kill(os.getpid(), getattr(signal, own))
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    class Counting(Progress):
-        def stepped(self, step: Any, of: int) -> None:
-            nonlocal seen
-            seen = step.step
 
     workload = make_workload(loss=loss, validation_data=points(9))
     loop = ranked_loop(group, workload, [4, 4], target_batch=14, steps=STEPS)
     try:
-        train(loop, settings(Path(out), validate_every=1), Counting())
+        train(loop, settings(Path(out), validate_every=1), ActingAfter(2, lambda: asked.append(True)))
     except Interrupted as error:
         group.close()
         return error.exit_code, loop.batches_seen

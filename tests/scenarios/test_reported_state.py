@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autobatch
-from autobatch import StepRecord
-from tests.support.probes import Listener
-from tests.support.runs import fit, fit_until
+from tests.support.runs import ActingAfter, fit, fit_until
 from tests.support.training import apart, make_workload, reference, sgd, then, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "seed": 3}
@@ -112,14 +110,12 @@ def test_a_second_run_deletes_nothing_of_the_first_where_the_system_has_no_locks
     unfinished = tmp_path / "run" / ".result.json.12345678.tmp"
     left = []
 
-    class StartingAnother(Listener):
-        def stepped(self, step: StepRecord, of: int) -> None:
-            if step.step == 1:
-                unfinished.touch()
-                with suppress(autobatch.InputError):
-                    fit(make_workload(), tmp_path / "run", steps=1, **OPTIONS)
-                left.append(unfinished.exists())
+    def start_another() -> None:
+        unfinished.touch()
+        with suppress(autobatch.InputError):
+            fit(make_workload(), tmp_path / "run", steps=1, **OPTIONS)
+        left.append(unfinished.exists())
 
     with suppress(autobatch.AutobatchError):  # the second run may have moved its files away
-        fit(make_workload(), tmp_path / "run", steps=2, listener=StartingAnother(), **OPTIONS)
+        fit(make_workload(), tmp_path / "run", steps=2, listener=ActingAfter(1, start_another), **OPTIONS)
     assert left == [True]

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 import autobatch
 from autobatch import Loss
 from tests.support.probes import Listener
-from tests.support.runs import fit, fit_until
+from tests.support.runs import ActingAfter, fit, fit_until
 from tests.support.training import (
     Rows,
     apart,
@@ -158,28 +158,23 @@ def test_what_makes_a_run_inexact_is_told_as_such(
     assert unsaid is None or not re.search(unsaid, told), told
 
 
-class Ordered(Listener):
-    """Listener that notes what happens between the remarks."""
-
-    def attempted(self, attempt: Any) -> None:
-        self.notes.append("ran")
-
-    def stepped(self, step: Any, of: int) -> None:
-        self.notes.append("stepped")
-
-
 def test_data_shorter_than_a_batch_are_told_before_anything_runs(tmp_path: Path) -> None:
-    workload, listener = make_workload(train_data=points(9)), Ordered()
-    result, notes = fit(workload, tmp_path, listener=listener, target_batch=16, steps=3)
+    class Early(Listener):
+        def note(self, line: str) -> None:
+            if not self.sizes:
+                super().note(line)
+
+    workload = make_workload(train_data=points(9))
+    result, notes = fit(workload, tmp_path, listener=Early(), target_batch=16, steps=3)
     assert result.training.samples == 48
-    assert any("9" in note and "16" in note for note in notes[: notes.index("ran")]), notes
+    assert any("9" in note and "16" in note for note in notes), notes
 
 
 def test_a_multiple_that_no_longer_fits_ends_a_run(tmp_path: Path) -> None:
-    listener, failures = Ordered(), list[int]()
+    steps, failures = list[int](), list[int]()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        if "stepped" in listener.notes and len(batch[0]) > 4:
+        if steps and len(batch[0]) > 4:
             failures.append(1)
             assert len(failures) < 50, "the same micro-batch runs again and again"
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -187,7 +182,7 @@ def test_a_multiple_that_no_longer_fits_ends_a_run(tmp_path: Path) -> None:
 
     options = {"micro_batch_multiple": 8, "max_micro_batch": 8, "target_batch": 16, "steps": 3}
     with pytest.raises(autobatch.DoesNotFitError):
-        fit(make_workload(loss=loss), tmp_path, listener=listener, **options)
+        fit(make_workload(loss=loss), tmp_path, listener=ActingAfter(1, lambda: steps.append(1)), **options)
 
 
 # What is trained, and what is written

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autobatch
 from autobatch import Interrupted, Progress, StepRecord
 from autobatch.training.run import train
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
-from tests.support.runs import fit, saved_steps, settings
+from tests.support.runs import ActingAfter, fit, saved_steps, settings
 from tests.support.training import make_workload, mean_loss, points, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "steps": 9, "split_check": "off"}
@@ -71,27 +70,18 @@ def test_rank_0_decides_for_all(server: RankServer, tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [2, 3]
 
 
-class Arming(Progress):
-    """Listener after whose second step the next pass gets a signal."""
-
-    is_armed = False
-
-    def stepped(self, step: StepRecord, of: int) -> None:
-        self.is_armed = step.step == 2
-
-
 def test_a_stream_ends_its_open_step_because_it_cannot_go_back(tmp_path: Path) -> None:
     """It cannot be read again from within a batch."""
-    listener = Arming()
+    asked: list[bool] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        if listener.is_armed:
-            listener.is_armed = False
+        if asked:
+            asked.clear()
             os.kill(os.getpid(), signal.SIGTERM)
         return mean_loss(model, batch)
 
     workload = make_workload(train_data=lambda: iter(list(points())), loss=loss)
-    options = {**OPTIONS, "device": "cpu", "trials": 0, "progress": listener, "out": tmp_path}
+    listener = ActingAfter(2, lambda: asked.append(True))
     with pytest.raises(Interrupted, match="after step 3 of 9"):
-        autobatch.fit(workload, **options)
+        fit(workload, tmp_path, listener=listener, **OPTIONS)
     assert saved_steps(tmp_path)[-1] == 3

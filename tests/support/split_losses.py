@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 
 from autobatch.planning import make_plan
 from autobatch.training.split_check import examine_run
-from tests.support.ragged import pad
 from tests.support.steps import weighted, whole_weighted
 from tests.support.training import (
     IGNORED,
@@ -49,14 +48,6 @@ def popping(loss):
     return lambda model, batch: loss(model, (batch["ids"], batch.pop("labels")))
 
 
-def few_short_texts() -> list[tuple[Tensor, Tensor]]:
-    """Make 300 texts of 12 tokens, of which 2 % have 3."""
-    generator = torch.Generator().manual_seed(5)
-    lengths = [3 if index % 50 == 17 else 12 for index in range(300)]
-    texts = [torch.randint(1, 7, (length,), generator=generator) for length in lengths]
-    return [(ids, ids.roll(1)) for ids in texts]
-
-
 def rare_class() -> Rows:
     """Make 400 points, of which 2 % are of class 2."""
     data = points(400)
@@ -78,11 +69,9 @@ def noisy_sum(model, batch):
 
 TEXTS = Rows(torch.randint(1, 7, (200, 12), generator=torch.Generator().manual_seed(3)))
 MASKED: dict[str, Any] = {"model": language_model, "train_data": TEXTS, "collate": mask_tokens}
-SHORT: dict[str, Any] = {"model": language_model, "train_data": few_short_texts(), "collate": pad}
 PAIRS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "masked tokens": (MASKED, popping(whole_tokens), popping(token_loss)),
     "class weights": ({"train_data": rare_class()}, whole_weighted, weighted),
-    "few short texts": (SHORT, whole_tokens, token_loss),
     "a sum with noise": ({}, noisy_sum, noisy_mean),
 }
 """Fields of a workload, its wrong loss and its right loss."""
