@@ -17,12 +17,12 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
-from autobatch import InputError, WholeBatchLoss
+from autobatch import InputError
 from tests.support.detection import Detector, scenes
 from tests.support.detection import whole as whole_detection
 from tests.support.runs import fit
 from tests.support.split_losses import checked
-from tests.support.steps import EXACT, SAMPLES, Towers, clip, off, step_of, two_towers
+from tests.support.steps import CLIP, EXACT, SAMPLES, Towers, off, step_of
 from tests.support.training import (
     Rows,
     language_model,
@@ -163,8 +163,8 @@ def whole_critic(model: nn.Module, batch: Any, *, of_mean: bool = False) -> Tens
     return (model(fake) - model(real)).mean() + 10 * penalty
 
 
-def whole_contrast(model: nn.Module, batch: Any) -> Tensor:
-    return clip(model, two_towers(model, batch))
+def contrast(model: nn.Module, batch: Any) -> Tensor:
+    return CLIP(model, batch)
 
 
 def whole_balanced(model: nn.Module, batch: Any) -> Tensor:
@@ -204,7 +204,6 @@ CRITIC = {
 }
 whole_smoothed = partial(whole_tokens, smoothing=0.1)
 slope_of_the_mean = partial(whole_critic, of_mean=True)
-CONTRAST = WholeBatchLoss(represent=two_towers, loss=clip)
 SEVERAL = "several means: boxes and classes (DETR), tokens and pairs (BERT), tasks"
 COUNTS = {"counts": WRITTEN["detection_counts"]}
 ROWS: dict[str, tuple[dict[str, Any], Any, Any, tuple[Any, str] | None]] = {
@@ -225,7 +224,7 @@ ROWS: dict[str, tuple[dict[str, Any], Any, Any, tuple[Any, str] | None]] = {
     "distillation": ({"model": Distilled}, "distilled_loss", whole_distilled, None),
     "R-Drop": ({"model": TwoDraws}, "r_drop_loss", whole_r_drop, None),
     "gradient penalty": (CRITIC, "critic_loss", whole_critic, (slope_of_the_mean, "differs by")),
-    "contrastive": (TOWERS, CONTRAST, whole_contrast, (whole_contrast, MIXED)),
+    "contrastive": (TOWERS, CLIP, contrast, (contrast, MIXED)),
     "balance of experts (MoE)": (
         {"model": Experts},
         "expert_loss",

@@ -13,21 +13,11 @@ from autobatch.core.options import Options
 from autobatch.rehearsal import attempt as attempts
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, open_setup
-from tests.support.probes import WIDTH, mlp, pad, sequences, vectors, work
+from tests.support.probes import WIDTH, mlp, vectors, work
+from tests.support.ragged import Sequences, ragged_workload, wide_model
 from tests.support.training import amsgrad, contrastive_loss
 
 # Brute force.
-
-
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(6 * 4, 4),
-    )  # fmt: skip
-
-
-def on_squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch[0].view(-1, 1, 4, 4)), batch[1])
 
 
 class Recurrent(nn.Module):
@@ -39,16 +29,10 @@ class Recurrent(nn.Module):
         return self.head(self.body(x.view(len(x), 4, 4))[0][:, -1])
 
 
-def wide() -> nn.Module:
-    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
-
-
 # Under CUDA's allocator the smallest budget is a segment of 2 MiB.
 CASES = {
-    "convolutions": (work(convolutions, loss=on_squares), "cpu", "30KiB"),
     "pairs": (work(loss=contrastive_loss), "cpu", "48KiB"),
     "lstm": (work(Recurrent), "cpu", "100KiB"),
-    "deep": (work(wide), "cpu", "28KiB"),
     "mlp on a GPU": (work(lambda: mlp(4096)), "sim:t4", "4MiB"),
     "convolutions on a GPU": (
         work(
@@ -140,21 +124,12 @@ def test_a_limit_leaves_room_for_state_that_the_first_step_makes(
     assert not survives(setup, too_large, steps=3)
 
 
-LENGTHS = [2 + (index * 37 % 29) + (30 if index % 60 == 41 else 0) for index in range(240)]
-"""Few samples are as long as the longest, and those do not come first."""
-
-
-def over_time(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch[0]).mean(dim=1), batch[1])
-
-
 @pytest.mark.parametrize("size_of", [None, lambda sample: len(sample[0])], ids=["scan", "size_of"])
 def test_random_samples_of_different_lengths_train_at_the_limit(size_of) -> None:
-    workload = work(
-        lambda: nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)),
-        train_data=sequences(LENGTHS), collate=pad, loss=over_time, size_of=size_of,
-    )  # fmt: skip
-    found = autobatch.probe(workload, device="cpu", memory_budget="150KiB")
-    setup = open_setup(workload, Options(device="cpu", memory_budget="150KiB"))
+    """Few samples are as long as the longest, and those do not come first."""
+    workload = ragged_workload(model=wide_model, train_data=Sequences(240, 61), size_of=size_of)
+    budget = {"device": "cpu", "memory_budget": "3MiB"}
+    found = autobatch.probe(workload, **budget)
+    setup = open_setup(workload, Options(**budget))
     assert 2 <= found.micro_batch < 60
     assert survives(setup, found.micro_batch, steps=40)

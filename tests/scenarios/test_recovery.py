@@ -24,6 +24,7 @@ from tests.support.training import (
     points,
     weights,
 )
+from tests.support.untouched import live_tensors
 
 
 def train(
@@ -154,10 +155,6 @@ def test_forty_recoveries_leak_no_tensor() -> None:
     loop = make_loop(stateful(), target_batch=8, micro_batch=4, steps=44, meter=Watching(None), device=quick)
     run = loop.run()
 
-    def alive() -> int:
-        gc.collect()
-        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
-
     with Fault(25) as fault:
         for number in range(42):
             fault.armed, fault.count = True, 0
@@ -166,7 +163,7 @@ def test_forty_recoveries_leak_no_tensor() -> None:
             next(run)
             fault.armed = False
             if number == 1:
-                before = alive()
+                before = live_tensors()
             assert all(p.grad is None for p in loop.train_state.model.parameters())
-    assert alive() == before
+    assert live_tensors() == before
     assert loop.oom_recoveries == 42

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autobatch import Probe, Progress, Result, Workload
 from autobatch.api.pipeline import run_command
@@ -15,16 +15,6 @@ from autobatch.core.options import options_from
 from tests.support.training import Rows, adamw, make_workload
 
 WIDTH = 16
-
-
-def sequences(lengths: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Make sequences of these lengths, with labels."""
-    return [(torch.ones(length, 8), torch.tensor(index % 4)) for index, length in enumerate(lengths)]
-
-
-def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    inputs, labels = zip(*samples, strict=True)
-    return nn.utils.rnn.pad_sequence(list(inputs), batch_first=True), torch.stack(labels)
 
 
 def vectors(count: int = 600, width: int = WIDTH) -> Rows:
