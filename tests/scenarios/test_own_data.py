@@ -85,7 +85,8 @@ def test_a_stream_that_a_plan_has_read_to_its_end_is_planned_as_data_and_an_empt
 
 def test_a_run_in_steps_needs_no_end_of_the_stream(tmp_path: Path, scan: Any) -> None:
     scan(8)
-    found = fit(make_workload(train_data=endless), tmp_path, steps=5)
+    found, notes = fit_and_hear(make_workload(train_data=endless), tmp_path, steps=5, **OPTIONS)
+    assert any("planned from its first 8 samples" in note for note in notes)
     assert (found.training.optimizer_steps, found.training.samples) == (5, 30)
     assert_trained(found, by_hand(TWICE[:30].tolist()))
 
