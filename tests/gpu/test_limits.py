@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from benchmarks.gpu.limits import measure
@@ -18,5 +20,6 @@ SHORT = ("mlp-no-bias", "residual-fp16", "gpt-checkpointed", "gpt-fused")
 def test_a_limit_is_exact(name: str) -> None:
     row = measure(name, CASES[name].budgets_mib[0])
     assert row["exact"], row
-    assert row["runs"] <= 8, row["sizes"]
-    assert row["errors"] <= 2, row["sizes"]
+    doublings = math.log2(2 * row["found"])  # up to twice the answer, as docs/figures.md says
+    assert row["runs"] <= doublings + 3, row["sizes"]
+    assert row["errors"] <= doublings / 2 + 2, row["sizes"]

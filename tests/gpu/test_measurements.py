@@ -26,7 +26,8 @@ def test_a_recording_is_stored_and_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_facts_and_commands_are_measured_and_kept(tmp_path: Path) -> None:
+def test_facts_and_commands_are_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_GPU_TOTAL_MIB", "81920")  # a real GPU of these measurements has as much
     journal, until = Journal(tmp_path), time.time() + 900
     command = [sys.executable, "-m", "benchmarks.gpu.units", str(tmp_path), "--call", "1"]
     command += ["--until", str(until), "--part", "facts", "record", "fit"]
