@@ -57,15 +57,10 @@ def test_a_step_that_insists_on_even_micro_batches_is_estimated_in_them():
     assert all(size % 2 == 0 for size in one.plan.micro_batches)
 
 
-def needs_values() -> nn.Module:
-    model = mlp()
-    float(model[0].weight.sum())
-    return model
-
-
 def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused_in_one_line():
     def too_large() -> nn.Module:
-        model = needs_values()
+        model = mlp()
+        float(model[0].weight.sum())
         model.register_parameter("large", nn.Parameter(torch.empty(10**15)))
         return model
 

@@ -71,8 +71,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama", {"model_type": "llamma"}, {}, "has model type `llamma` but Transformers does not recognize"),
     ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, {}, "LlamaForQuestionAnswering' of model"),
     ("bert", ROBERTA, {"sequence": 127}, "RobertaForMaskedLM takes 126 tokens at most, found 127"),
-    ("bert", {"architectures": ["Wav2Vec2ForSequenceClassification"], "model_type": "wav2vec2"}, {},
-     "'Wav2Vec2ForSequenceClassification' of model type 'wav2vec2'; known"),
     ("llama", {"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, {}, "contains custom code"),
 ]  # fmt: skip
 

@@ -11,11 +11,8 @@ from torch import nn
 from autobatch import InputError
 from autobatch.estimates.estimator import estimate_limits
 from tests.support.options import as_options
-from tests.support.probes import WIDTH as INPUTS
-from tests.support.probes import work
+from tests.support.probes import WIDTH, work
 from tests.support.training import INFO_NCE
-
-WIDTH = 128
 
 
 def estimate(workload, **more):
@@ -32,7 +29,7 @@ def test_a_reason_is_said_once_for_all_gpus():
 
 def many_layers() -> nn.Module:
     layers = (nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(40))
-    return nn.Sequential(nn.Linear(INPUTS, 256), *layers, nn.Linear(256, 4))
+    return nn.Sequential(nn.Linear(WIDTH, 256), *layers, nn.Linear(256, 4))
 
 
 @pytest.mark.program

@@ -103,15 +103,15 @@ class Gpu:
         self.events.append({"action": "segment_alloc", "addr": address, "size": size, "stream": 0})
         return address
 
-    def take(self, size: int, *lines: str, stream: int = 0) -> int:
+    def take(self, size: int, *lines: str) -> int:
         """Take a block at a line of code, for example ``train.py:3``, the innermost first."""
-        block = self.model.malloc(size, stream)
+        block = self.model.malloc(size)
         assert block is not None
         frames = [
             {"filename": line.split(":")[0], "line": int(line.split(":")[1]), "name": "step"}
             for line in lines
         ]
-        event = {"action": "alloc", "addr": block.address, "size": size, "stream": stream, "frames": frames}
+        event = {"action": "alloc", "addr": block.address, "size": size, "stream": 0, "frames": frames}
         self.events.append(event)
         self.blocks[block.address] = block, size
         return block.address

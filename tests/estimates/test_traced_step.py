@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -51,23 +51,18 @@ def count_rows(batch: Any) -> dict[str, float]:
     return {"large": len(batch[0]), "all": len(batch[0])}
 
 
-class Case(NamedTuple):
-    workload: Callable[[], Workload]
-    precision: str = "fp32"
-
-
-CASES = {
-    **{f"{name} {precision}": Case(made, precision)
+CASES: dict[str, tuple[Callable[[], Workload], str]] = {
+    **{f"{name} {precision}": (made, precision)
         for name, made in WORKLOADS.items()
         for precision in ("fp32", "bf16")
         if (name, precision) != ("convolutions", "bf16")},
-    "perceptron fp16": Case(WORKLOADS["perceptron"], "fp16"),
-    **{name: Case(partial(make, perceptron, loss=loss_of_elements(name)))
+    "perceptron fp16": (WORKLOADS["perceptron"], "fp16"),
+    **{name: (partial(make, perceptron, loss=loss_of_elements(name)), "fp32")
         for name in ("mse_loss", "binary_cross_entropy")},
-    "several terms": Case(partial(make, perceptron, loss=several_terms, counts=count_rows)),
-    "distribution": Case(partial(make, perceptron, loss=loss_of_samples)),
-    "rate in a tensor": Case(partial(make, perceptron, optimizer=lambda parameters, rate: torch.optim.Adam(
-        parameters, lr=torch.tensor(rate)))),
+    "several terms": (partial(make, perceptron, loss=several_terms, counts=count_rows), "fp32"),
+    "distribution": (partial(make, perceptron, loss=loss_of_samples), "fp32"),
+    "rate in a tensor": (partial(make, perceptron, optimizer=lambda parameters, rate: torch.optim.Adam(
+        parameters, lr=torch.tensor(rate))), "fp32"),
 }  # fmt: skip
 
 
@@ -80,8 +75,8 @@ def of_steps(trace: Trace, optimizer_steps: int) -> tuple[tuple[int, int], ...]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_allocates_what_a_real_attempt_does(name: str) -> None:
-    case = CASES[name]
-    made = setup(case.workload(), precision=case.precision)
+    workload, precision = CASES[name]
+    made = setup(workload(), precision=precision)
     ran = attempt(made, 5).trace.canonical()
     found = record(traced_step(made), 5).trace
     whole = of_steps(found, 1)
