@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from autobatch import InputError
 from autobatch.integrations.lightning import AutobatchFinder
 from tests.support.libraries import installed
-from tests.support.trainers import gradient_of, weights_of
+from tests.support.training import apart, make_workload, mean_loss, reference, weights
 
 pytestmark = pytest.mark.xdist_group("lightning")
 
@@ -52,15 +52,9 @@ def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
     assert plan.accumulation_steps > 1
     assert (trainer.accumulate_grad_batches, data.batch_size) == (plan.accumulation_steps, plan.micro_batch)
     assert "Lightning: each micro-batch has the same weight" in plan.notes[0]
-    expected = lit().Classifier()
-    for first in (0, 20):
-        inputs, labels = data.data[first : first + 20]
-        gradient = gradient_of(expected, cross_entropy(expected.network(inputs), labels))
-        torch.nn.utils.vector_to_parameters(
-            weights_of(expected) - 0.1 * gradient, list(expected.parameters())
-        )
+    plain = make_workload(model=lambda: lit().Classifier().network, train_data=data.data)
     assert trainer.global_step == 2
-    assert float((weights_of(module) - weights_of(expected)).norm()) < 1e-12
+    assert apart(weights(module), reference(plain, [range(20), range(20, 40)], mean_loss)[0]) < 1e-12
 
 
 def without_batch_size() -> Any:

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, default_collate
 from autobatch import InputError
 from autobatch.integrations import transformers
 from tests.support.libraries import installed
-from tests.support.trainers import BUDGET, WORDS, gpt2, gradient_of, pad, texts, weights_of
+from tests.support.trainers import BUDGET, WORDS, gpt2, pad, texts
+from tests.support.training import apart, make_workload, reference, weights
 
 BATCH, WIDTH, CLASSES = 24, 8, 3
 
@@ -82,7 +83,7 @@ def test_a_planned_step_is_that_of_the_whole_batch(tmp_path: Path, case: str) ->
         else (classes(), default_collate, {"max_micro_batch": 6})
     )
     trained = model()
-    before = weights_of(trained)
+    before = weights(trained)
     trainer = a_trainer(tmp_path, trained, train_dataset=data, data_collator=collate, **options)
     if said is not None:
         trainer.loss_is_scaled_for_ga = said
@@ -90,7 +91,7 @@ def test_a_planned_step_is_that_of_the_whole_batch(tmp_path: Path, case: str) ->
     assert plan.accumulation_steps > 1
     assert trainer.args.gradient_accumulation_steps == plan.accumulation_steps
     assert trainer.args.per_device_train_batch_size == trainer._train_batch_size == plan.micro_batch
-    assert torch.equal(weights_of(trained), before)
+    assert torch.equal(weights(trained), before)
     assert trained.training
     assert not hasattr(trainer, "current_gradient_accumulation_steps")
     sizes, ask = [], trainer.compute_loss
@@ -103,11 +104,10 @@ def test_a_planned_step_is_that_of_the_whole_batch(tmp_path: Path, case: str) ->
     trainer.train()
 
     assert sizes == plan.micro_batches
-    expected = model().eval()
-    loss = expected(**collate([data[index] for index in range(BATCH)])).loss
-    step = -0.1 * gradient_of(expected, loss)
-    assert float((weights_of(trained) - before - step).norm() / step.norm()) < 1e-4
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(loss.detach()), rel=1e-3)
+    plain = make_workload(model=model, train_data=data, collate=collate)
+    expected, losses = reference(plain, [range(BATCH)], lambda model, batch: model(**batch).loss)
+    assert apart(weights(trained) - before, expected - before) < 1e-4
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(losses[0], rel=1e-3)
     lines = [note for note in plan.notes if "num_items_in_batch" in note]
     assert len(lines) == bool(line)
     assert all(line in note for note in lines)
@@ -172,9 +172,9 @@ def test_adapters_of_peft_and_checkpointing_are_planned_with(tmp_path: Path) -> 
     assert plan.precision == "bf16"
     assert plan.probe.limited_by == "memory"
     assert not model.is_gradient_checkpointing
-    before = weights_of(model)
+    before = weights(model)
     trainer.train()
-    assert not torch.equal(weights_of(model), before)
+    assert not torch.equal(weights(model), before)
     plain = a_trainer(tmp_path, peft.get_peft_model(gpt2(), config), bf16=True)
     limit = transformers.plan(plain, target_batch=24, memory_budget="250KiB").probe.micro_batch
     assert limit < plan.probe.micro_batch

@@ -1,11 +1,11 @@
-"""Small models and ragged data for the training loops of other libraries, and their gradient in one pass."""
+"""Small models and ragged data for the training loops of other libraries."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.libraries import installed
 
@@ -47,16 +47,3 @@ def gpt2() -> Any:
     model = library.GPT2LMHeadModel(library.GPT2Config(**config | dropout | ends))
     model.loss_type = "ForCausalLM"
     return model
-
-
-def gradient_of(model: nn.Module, loss: Tensor) -> Tensor:
-    """Return the gradient of a loss, as one vector in float64."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, trained, allow_unused=True)
-    parts = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
-    return torch.cat([part.flatten().double() for part in parts])
-
-
-def weights_of(model: nn.Module) -> Tensor:
-    """Return copies of the trained parameters as one vector in float64."""
-    return torch.cat([p.detach().flatten().double() for p in model.parameters() if p.requires_grad])
