@@ -19,58 +19,39 @@ from tests.support.training import apart, make_workload, reference
 pytestmark = pytest.mark.distributed
 
 
-def own_loop(kind: str, limits: list[int], is_joined: bool) -> tuple[Tensor, list[float]]:
-    """Train as a user does under torchrun; return the weights and the losses."""
+def own_loop(kind: str, target: int, limits: list[int], is_joined: bool) -> tuple[Tensor, list[float]]:
+    """Train as a user does under torchrun, with a loss scale; return the weights and the losses."""
     torch.set_num_threads(1)
     if is_joined:
         torch.distributed.init_process_group("gloo")
-    plan = small_plan(10, limits[int(os.environ["RANK"])], world_size=len(limits))
-    found = train_in_own_loop(make_workload(**KINDS[kind][0]), plan, epochs=2, seed=3, clip=0.01)
+    plan = small_plan(target, limits[int(os.environ["RANK"])], world_size=len(limits))
+    options = {"epochs": 2, "seed": 3, "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10)}
+    found = train_in_own_loop(make_workload(**KINDS[kind][0]), plan, clip=0.01, **options)
     torch.distributed.destroy_process_group()
     return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "limits", "is_joined"),
-    [("mean", [4, 2], False), ("tokens", [1, 20, 3], True), ("terms", [1, 20, 3], False)],
+    ("kind", "target", "limits", "is_joined"),
+    [
+        ("mean", 10, [4, 2], False),
+        ("mean", 23, [4, 5, 6], False),  # the last batch has 2 samples
+        ("tokens", 10, [1, 20, 3], True),
+        ("terms", 10, [1, 20, 3], False),
+    ],
     ids=str,
 )
 def test_steps_equal_those_of_whole_batches(
-    server: RankServer, kind: str, limits: list[int], is_joined: bool
+    server: RankServer, kind: str, target: int, limits: list[int], is_joined: bool
 ) -> None:
     fields, whole_loss = KINDS[kind]
     workload = make_workload(**fields)
-    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
+    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=target, seed=3, epochs=2)
     batches = [list(batch.ids) for batch in sampler.batches()]
     expected, losses = reference(workload, batches, whole_loss, clip=0.01)
-    for weights, own in server.values(own_loop, kind, limits, is_joined, world=len(limits)):
+    for weights, own in server.values(own_loop, kind, target, limits, is_joined, world=len(limits)):
         assert apart(weights, expected) <= EXACT
         assert own == pytest.approx(losses, rel=EXACT)
-
-
-def ranks_without_samples() -> list[tuple[float, bool]]:
-    """Train batches of 4 samples on 3 ranks, the last of 1 sample; return the loss and whether it stepped."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    data = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
-    plan = small_plan(4, 4, world_size=3)
-    found = []
-    workload = make_workload(train_data=data)
-    for batch in autobatch.batches(workload, plan, scaler=scaler, optimizer=optimizer):
-        for micro in batch:
-            batch.backward(model(micro.data).square().mean())
-        result = batch.step()
-        found.append((result.loss, result.applied))
-    torch.distributed.destroy_process_group()
-    return found
-
-
-def test_a_rank_may_have_no_sample(server: RankServer) -> None:
-    first, *others = server.values(ranks_without_samples, world=3)
-    assert [applied for _, applied in first] == [True, True]
-    assert others == [first, first]
 
 
 def streamed() -> tuple[list[list[int]], int]:

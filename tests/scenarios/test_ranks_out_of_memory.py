@@ -18,12 +18,12 @@ from autobatch.distributed.group import LaunchedGroup
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.loop import Loop
 from autobatch.training.resume import load_run_state, restore_loop
-from autobatch.training.run import RunInputs, train
+from autobatch.training.run import train
 from tests.support.detection import detection, scenes
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
-from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
+from tests.support.runs import settings
 from tests.support.sharded_loops import block_workload, sharded_loop
 from tests.support.training import TOKENS, apart, make_workload, weights
 
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.distributed
 LIMITS = [4, 3]
 RECOVERED = ("data", "forward", "backward")
 FAULTY_RANK = 1
+SAVED: dict[str, Any] = {"checkpoint_every": 1, "keep_last": 9}
 WORKLOADS = {
     "mean": plain,
     "tokens": partial(make_workload, **TOKENS),
@@ -113,11 +114,6 @@ def test_a_batch_runs_again_wherever_memory_ran_out(server: RankServer, kind: st
             assert "rank 1: CUDA out of memory" in message
 
 
-def inputs_of(out: str, **fields: Any) -> RunInputs:
-    options = as_options("fit", target_batch=14, checkpoint_every=1, keep_last=9)
-    return RunInputs(out=Path(out), options=options, **fields)
-
-
 def leave(out: str, kind: str, site: int | None) -> list[str]:
     """Train with memory that runs out on one rank at an operator, and leave as the command line does.
 
@@ -131,7 +127,7 @@ def leave(out: str, kind: str, site: int | None) -> list[str]:
     optimizer.register_step_post_hook(lambda *_: print("step", file=steps, flush=True))
     try:
         with fault, (Path(out) / f"steps-of-rank-{group.rank}").open("w") as steps:
-            train(loop, inputs_of(out), Progress())
+            train(loop, settings(Path(out), **SAVED), Progress())
     except AutobatchError as error:
         os._exit(group.fail(str(error), error.exit_code) or error.exit_code)
     group.close()
@@ -147,7 +143,7 @@ def train_smaller(kind: str, out: str | None, limit: int) -> tuple[Tensor, int]:
     else:
         resumed = load_run_state(Path(out), group)
         restore_loop(loop, resumed.state, same_hardware=True, folder=resumed.path)
-        train(loop, inputs_of(out, resumed=resumed), Progress())
+        train(loop, settings(Path(out), resumed=resumed, **SAVED), Progress())
     parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in loop.train_state.model.parameters()]
     group.close()
     return torch.cat([part.detach().flatten() for part in parts]), loop.micro_batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import IterableDataset, get_worker_info
 
 import autobatch
 from autobatch import Loss
-from tests.support.runs import ActingAfter, fit, fit_until
+from tests.support.runs import ActingAfter, fit
 from tests.support.training import (
     Rows,
     apart,
@@ -32,37 +30,6 @@ from tests.support.training import (
 RUN: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "steps": 3}
 IN_ORDER = [list(range(8 * step, 8 * step + 8)) for step in range(3)]
 """Batches of the samples in their order."""
-
-
-# Streams
-
-
-class Stream(IterableDataset[Any]):
-    """Stream in another order in each epoch, with draws of its own."""
-
-    epoch = 0
-
-    def __init__(self, samples: int) -> None:
-        self.rows = points(samples)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        process = get_worker_info()
-        for index in order[process.id :: process.num_workers] if process else order:
-            inputs, label = self.rows[index]
-            yield inputs + torch.randn(5, dtype=torch.float64), label
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.program)])
-def test_epochs_of_a_stream_are_whole_after_a_resume_within_one(tmp_path: Path, workers: int) -> None:
-    options, workload = {**RUN, "steps": 9, "workers": workers}, make_workload(train_data=Stream(24))
-    whole, _ = fit(workload, tmp_path / "whole", **options)
-    fit_until(5, workload, tmp_path / "parts", checkpoint_every=2, **options)
-    parts, _ = fit(workload, tmp_path / "parts", resume=True, **options)
-    assert torch.equal(weights(parts.model), weights(whole.model))
 
 
 # Batches of one kind, as a sampler of buckets draws them

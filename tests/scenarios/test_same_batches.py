@@ -25,8 +25,8 @@ POINTS = points(40, dtype=torch.float32)
 def shuffled() -> Iterator[Any]:
     """Draw points out of a buffer, in which every earlier draw shows."""
     buffer: list[Any] = []
-    for index in range(3 * len(POINTS)):
-        buffer.append(POINTS[index % len(POINTS)])
+    for point in POINTS:
+        buffer.append(point)
         if len(buffer) > 10:
             yield buffer.pop(random.randrange(len(buffer)))
 

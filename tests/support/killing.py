@@ -26,10 +26,10 @@ import torch
 from autobatch import Progress
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop
-from autobatch.training.run import RunInputs, train
+from autobatch.training.run import train
 from autobatch.workload.feed import open_feed
 from tests.support.kinds import run_of
-from tests.support.options import as_options
+from tests.support.runs import settings
 from tests.support.training import fingerprint, make_loop
 
 STEPS = 40
@@ -54,8 +54,7 @@ def resume(folder: Path, workers: int | None) -> None:
     resumed = load_newest(folder / "checkpoints")
     if resumed is not None:
         restore_loop(loop, resumed.state, same_hardware=True)
-    asked = as_options("fit", target_batch=1, checkpoint_every=1, keep_last=2)
-    run = RunInputs(out=folder, options=asked, resumed=resumed)
+    run = settings(folder, resumed=resumed, checkpoint_every=1, keep_last=2)
     seeded = {"workers": workers or 0, "seeds_samples": workers is not None}
     with open_feed(workload, loop.sampler, **seeded) as loop.feed:
         train(loop, run, Acknowledging(folder / "acknowledged"))
