@@ -23,6 +23,7 @@ from autobatch.step.optimizers import build_optimizers
 from autobatch.training.build import build_schedules
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.commandline import printed
+from tests.support.custom_loops import Sam
 from tests.support.libraries import installed
 from tests.support.training import make_workload, weights
 from tests.test_docs import ROOT, blocks, text_of
@@ -83,9 +84,7 @@ def test_the_code_on_loops_runs_beside_the_program_of_the_tutorial() -> None:
     first, *others = blocks(LOOPS, "python")
     alone: dict[str, Any] = {}
     exec(first, alone)
-    sgd = torch.optim.SGD(alone["model"].parameters(), lr=0.1)
-    sam = SimpleNamespace(param_groups=sgd.param_groups, first_step=sgd.step, second_step=sgd.step)
-    names = reader() | alone | {"sam": sam}
+    names = reader() | alone | {"sam": Sam(alone["model"].parameters(), lr=0.1)}
     for code in others:
         exec(code, names)
 

@@ -14,7 +14,6 @@ from tests.support.training import apart
 
 pytestmark = pytest.mark.gpu
 WITHIN = ("--device", "cuda", "--memory-budget", "200MiB")
-TRAIN = ("train.py", *WITHIN, "--split-check", "off", "--target-batch", 4096, "--steps", 2)
 
 
 def test_doctor_lists_the_gpu(on_gpu) -> None:
@@ -46,19 +45,6 @@ def test_a_limit_takes_few_runs_and_its_whole_estimate_is_exact_but_for_workspac
     assert abs(missing) < 0.01 * peak or missing == pytest.approx(64 * MiB, rel=0.01)
 
 
-def test_a_second_fit_takes_the_saved_limit_and_an_interrupted_one_resumes(on_gpu) -> None:
-    words = (*TRAIN, "--trials", 0, "--json")
-    saving = (*words, "--out", "run", "--checkpoint-every", 1)
-    first, second = on_gpu("fit", *saving), on_gpu("fit", *words, "--out", "two")
-    limits = [run.json["probe"]["micro_batch"] for run in (first, second)]
-    assert limits[0] == limits[1]
-    assert len(second.json["probe"]["attempts"]) == 1
-    assert second.json["training"]["optimizer_steps"] == 2
-    assert second.json["device"]["other_processes_bytes"] == 0
-    resumed = on_gpu("fit", *[4 if word == 2 else word for word in saving], "--resume")
-    assert resumed.json["training"]["optimizer_steps"] == 4
-
-
 @needs_kernels
 def test_a_fit_has_the_weights_of_the_cpu(on_gpu, tmp_path: Path) -> None:
     words = ("--trials", 0, "--target-batch", 64, "--max-micro-batch", 24, "--steps", 3)
@@ -66,8 +52,3 @@ def test_a_fit_has_the_weights_of_the_cpu(on_gpu, tmp_path: Path) -> None:
         on_gpu("fit", "train.py", "--device", device, *words, "--out", device)
     expected, found = (load_file(tmp_path / device / "model.safetensors") for device in ("cpu", "cuda"))
     assert all(apart(found[name], expected[name]) < 1e-3 for name in expected), "a step moves them by 0.1"
-
-
-def test_nothing_fits_says_where_the_memory_goes(on_gpu) -> None:
-    done = on_gpu("probe", "train.py", "--device", "cuda", "--memory-budget", "24MiB", codes=(3,))
-    assert "24.0 MiB" in done.err

@@ -129,13 +129,3 @@ def test_the_limit_of_a_program_runs_and_one_more_does_not(
     assert found["oom_count"] <= empties  # small runs have an empty cache, whose emptying leaves no event
     assert ran(size, limit, program)
     assert not ran(size + 1, limit, program)
-
-
-def test_fit_becomes_the_command(tmp_path: Path) -> None:
-    words = ("--target-batch", 96, "--memory-budget", "400MiB")
-    done = call(tmp_path, "fit", *words, "--", "python", "program.py", "{}", 0, "{steps}")
-    assert done.code == 0, done
-    *lines, last = done.out.splitlines()
-    assert json.loads(last)["reserved_bytes.all.peak"] <= 400 << 20
-    size, steps = (int(word) for word in lines[-1].split()[-3::2])
-    assert size * steps == 96

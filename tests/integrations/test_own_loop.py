@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 import autobatch
 from autobatch import InputError, NonFiniteError, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.custom_loops import ids_by_batch, small_plan, train_in_own_loop
+from tests.support.custom_loops import Sam, ids_by_batch, small_plan, train_in_own_loop
 from tests.support.ragged import ragged_split, ragged_workload
 from tests.support.steps import EXACT, KINDS, SAMPLES
 from tests.support.training import (
@@ -174,7 +174,28 @@ def test_a_disabled_scaler_lets_no_overflow_through() -> None:
 # several steps on the same samples
 
 
-def gan() -> list[tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]]:
+Step = tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]
+
+
+class Half(torch.optim.Optimizer):
+    def __init__(self, sam: Sam, step: Callable[[], None]) -> None:
+        super().__init__(sam.param_groups, {})
+        self.step = step
+
+
+def halves() -> list[Step]:
+    """Return the steps of sharpness-aware minimization; the second has its gradient where the first ended."""
+    torch.manual_seed(0)
+    model = network()
+    sam = Sam(model.parameters(), lr=0.1)
+
+    def loss(inputs: Tensor, _: Tensor) -> Tensor:
+        return model(inputs).square().mean()
+
+    return [(model, loss, Half(sam, step)) for step in (sam.first_step, sam.second_step)]
+
+
+def gan() -> list[Step]:
     """Return a discriminator and a generator with their losses and optimizers."""
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)).double()
@@ -191,9 +212,10 @@ def gan() -> list[tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]
     return [(model, loss, torch.optim.Adam(model.parameters(), lr=0.01)) for model, loss in pairs]
 
 
-def test_two_batches_of_the_same_samples_are_two_steps() -> None:
+@pytest.mark.parametrize("made", [halves, gan])
+def test_two_batches_of_the_same_samples_are_two_steps(made: Callable[[], list[Step]]) -> None:
     data = Rows(points().columns[0], torch.randn(SAMPLES, 3, dtype=torch.float64))
-    workload, found, expected = make_workload(train_data=data, sampler=range(SAMPLES)), gan(), gan()
+    workload, found, expected = make_workload(train_data=data, sampler=range(SAMPLES)), made(), made()
     of_both = [autobatch.batches(workload, small_plan(10, 4), optimizer=of, epochs=2) for *_, of in found]
     for pair in zip(*of_both, strict=True):
         for batch, (_, loss, _) in zip(pair, found, strict=True):

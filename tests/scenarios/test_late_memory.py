@@ -17,7 +17,7 @@ from autobatch.core.units import GiB, MiB
 from autobatch.training.run import train as run_loop
 from tests.support.probes import Listener
 from tests.support.runs import rows, settings
-from tests.support.training import Rows, adamw, apart, make_loop, make_workload, then, weights
+from tests.support.training import adamw, apart, make_loop, make_workload, network, points, then, weights
 
 SINCE, STEPS = 4, 7
 TARGET = 64
@@ -25,36 +25,28 @@ SAMPLE_BYTES = 40 * MiB
 """Taken by the late layer for each sample in training; in validation, half as much again."""
 
 
-class Late(nn.Module):
+class Late(nn.Sequential):
     """Network that may take more memory from a step on. It counts steps, not passes, in a buffer."""
 
     def __init__(self, is_late: bool) -> None:
-        super().__init__()
+        super().__init__(network())
         self.is_late = is_late
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.inner, self.outer = nn.Linear(16, 64), nn.Linear(64, 3)
-        self.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.inner(inputs).relu()
+        outputs = super().forward(inputs)
         if self.is_late and int(self.steps) >= SINCE:
             size = SAMPLE_BYTES if self.training else SAMPLE_BYTES * 3 // 2
-            hidden = hidden + torch.empty(len(hidden), size, dtype=torch.uint8)[0, :0].sum()
-        return self.outer(hidden.mean(1))
-
-
-def samples(number: int, seed: int = 0) -> Rows:
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(number, 24, 16, dtype=torch.float64, generator=generator)
-    return Rows(inputs, torch.randint(3, (number,), generator=generator))
+            outputs = outputs + torch.empty(len(inputs), size, dtype=torch.uint8)[0, :0].sum()
+        return outputs
 
 
 def train(out: Path, heard: Listener, *, is_late: bool) -> tuple[Tensor, Training]:
     """Train with three validations; return the weights and the record."""
     workload = make_workload(
         model=lambda: Late(is_late),
-        train_data=samples(128),
-        validation_data=samples(48, seed=1),
+        train_data=points(128),
+        validation_data=points(48, seed=1),
         optimizer=then(adamw, lambda model: model.steps.add_(1)),
         learning_rate=0.01,
     )

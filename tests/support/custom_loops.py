@@ -47,3 +47,30 @@ def ids_by_batch(data: Any, plan: Plan, **options: Any) -> list[list[int]]:
             batch.backward(Loss(torch.zeros(()), 0))
         assert not batch.step().applied
     return ids
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization (Foret et al. 2021) over SGD, with the methods that its ports have."""
+
+    def __init__(self, params: Any, *, lr: float, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norm = torch.stack([p.grad.norm() for p in self._trained()]).norm()
+        for p in self._trained():
+            self.state[p]["before"] = p.detach().clone()
+            p.add_(p.grad, alpha=float(self.param_groups[0]["rho"] / norm))
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for p in self._trained():
+            p.copy_(self.state[p]["before"])
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "sharpness-aware minimization requires a closure"

@@ -21,7 +21,7 @@ from autobatch.training.resume import capture_loop
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import map_leaves
 from autobatch.workload.split import Split
-from tests.support.training import make_loop, make_workload, points
+from tests.support.training import digest, make_loop, make_workload, points
 
 SAMPLES = 12
 
@@ -98,14 +98,13 @@ def step_together(loop: Loop, steps: int) -> None:
         loop.steps_applied += 1
 
 
-def contents(loop: Loop) -> dict[str, bytes]:
-    """Return the bytes of every tensor that a loop keeps in a checkpoint, by its place; all ranks call it."""
-    found: dict[str, bytes] = {}
+def contents(loop: Loop) -> dict[str, str]:
+    """Return the digest of each tensor that a loop keeps in a checkpoint, by its place; all ranks call it."""
+    found: dict[str, str] = {}
 
     def note(place: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and not place.startswith(("random", "ranks")):
-            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-            found[place] = whole.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            found[place] = digest(leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
         return leaf
 
     map_leaves(capture_loop(loop), note)

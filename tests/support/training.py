@@ -209,12 +209,17 @@ def then(optimizer: Callable[..., Any], after_step: Callable[[Any], object]) -> 
     return build
 
 
+def digest(*tensors: Tensor) -> str:
+    """Return the SHA-256 of the bytes of tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
 def fingerprint(model: nn.Module, *others: Tensor) -> str:
     """Return the SHA-256 of all tensors of a model, and of others."""
-    digest = hashlib.sha256()
-    for tensor in [*model.parameters(), *model.buffers(), *others]:
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return digest(*model.parameters(), *model.buffers(), *others)
 
 
 def apart(one: Tensor, other: Tensor) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import random
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from tests.support.training import digest
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -43,11 +44,6 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     state["torch"] = digest(torch.get_rng_state())
     state["grad mode"] = torch.is_grad_enabled()
     return state
-
-
-def digest(tensor: Tensor) -> str:
-    content = tensor.detach().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
 def live_tensors() -> int:
