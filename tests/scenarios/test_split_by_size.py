@@ -1,4 +1,4 @@
-"""Batches that are split by size: the same gradient, the same draws, exact recovery and resume."""
+"""Batches that are split by size: the same gradient and the same draws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 from autobatch import Loss
 from autobatch.training.validation import Validator
 from autobatch.workload.feed import open_feed
-from tests.support.faults import Fault, Watching
 from tests.support.ragged import CONTRASTIVE, Sequences, ragged_split, ragged_workload
 from tests.support.training import apart, make_loop, token_loss, weights
 
@@ -51,27 +50,6 @@ def test_random_draws_of_the_data_belong_to_the_sample_and_not_to_the_split() ->
         found.append(weights(loop.train_state.model))
     assert apart(found[0], found[1]) <= 1e-12
     assert torch.equal(found[1], found[2])
-
-
-def test_out_of_memory_halves_the_failed_micro_batch_and_keeps_the_gradient() -> None:
-    workload = ragged_workload()
-    undisturbed = loop_of(workload)
-    list(undisturbed.run())
-    fault = Fault(150)
-    loop = loop_of(workload, meter=Watching(fault))
-    before = loop.split.parts(next(loop.sampler.batches(1)), loop.micro_batch)
-    records = []
-    with fault:
-        run = loop.run()
-        records.append(next(run))
-        fault.armed = True
-        records.append(next(run))
-        fault.armed = False
-        records += run
-    assert records[1].recovered is not None
-    assert records[1].accumulation_steps > len(before)
-    assert loop.oom_recoveries == 1
-    assert apart(weights(loop.train_state.model), weights(undisturbed.train_state.model)) <= 1e-12
 
 
 def test_a_validation_takes_no_more_of_the_longest_samples_than_fit() -> None:

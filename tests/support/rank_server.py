@@ -47,7 +47,6 @@ class RankServer:
         function: Callable[..., Any],
         *args: Any,
         world: int = 2,
-        environ: Mapping[str, str] | None = None,
         of_rank: Mapping[int, Mapping[str, str]] | None = None,
         seconds: float = SECONDS,
     ) -> list[Ended]:
@@ -64,7 +63,6 @@ class RankServer:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "test",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            **(environ or {}),
         }
         context, ranks = warm_context(), []
         task = pickle.dumps((function, args))  # multiprocessing would share the memory of tensors
