@@ -35,7 +35,7 @@ def own_loop(kind: str, target: int, limits: list[int], is_joined: bool) -> tupl
     ("kind", "target", "limits", "is_joined"),
     [
         ("mean", 10, [4, 2], False),
-        ("mean", 23, [4, 5, 6], False),  # the last batch has 2 samples
+        ("terms", 23, [4, 5, 6], False),  # the last batch has 2 samples
         ("tokens", 10, [1, 20, 3], True),
         ("terms", 10, [1, 20, 3], False),
     ],
