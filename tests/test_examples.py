@@ -54,7 +54,7 @@ LIBRARIES = {
     "lightning_module": "lightning",
     "accelerate_loop": "accelerate",
 }
-TRAINED = r"in (about )?[\d.]+ micro-batches.*trained +20 steps"
+TRAINED = r"in (\d+ )?micro-batches.*trained +20 steps"
 SAID = {
     "hf_trainer": r"Trainer: .*batch 64 in \d+ micro-batches.*after 8 steps",
     "lightning_module": r"Lightning: .*batch 256 in \d+ micro-batches.*8 steps",
