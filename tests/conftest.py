@@ -93,7 +93,12 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_collection() -> None:
-    """Attempts collect garbage when they end: look only through what the test itself makes."""
+    """Attempts collect garbage when they end: look only through what the test itself makes.
+
+    A loader that an earlier test has dropped waits for each of its workers, for five seconds by default.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
     gc.collect()
     gc.freeze()
 

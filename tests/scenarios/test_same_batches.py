@@ -54,12 +54,6 @@ def run(make: Callable[[], Workload], out: Path, **options: Any) -> tuple[Tensor
     return weights(result.model), repr(states)
 
 
-@pytest.fixture(autouse=True)
-def impatient_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a loader that is dropped wait for its workers for less than 5 seconds."""
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
-
-
 @pytest.mark.parametrize("make", [of_stream, of_loader])
 def test_the_check_changes_no_batch_and_draws_nothing_nor_does_a_resume(make: Any, tmp_path: Path) -> None:
     found, states = run(make, tmp_path / "checked")
