@@ -18,8 +18,10 @@ the workers first, and the checkpoint would never be written. The kernel ends th
 from __future__ import annotations
 
 import multiprocessing.util
+import os
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -43,6 +45,8 @@ from autobatch.workload.user_code import to_picklable, user_code
 
 AHEAD = 2
 """Micro-batches that a worker fetches ahead, as in torch's own loader."""
+LONGEST_SOCKET = 107 if sys.platform == "linux" else 103
+"""Bytes in the path of a socket (``sun_path`` in unix(7), without its final zero)."""
 PATIENCE = 1800
 """Seconds after which a loop no longer waits for its workers, for example if a batch cannot be pickled."""
 START_METHOD = "fork" if sys.platform == "linux" else None
@@ -153,8 +157,7 @@ def open_feed(
     split = split or Split()
     options: dict[str, Any] = {}
     if workers:
-        # All workers use this process's folder for sockets, and none leaves one of its own behind.
-        multiprocessing.util.get_temp_dir()
+        open_socket_folder()
         options = {
             "num_workers": workers,
             "timeout": PATIENCE,
@@ -178,6 +181,22 @@ def open_feed(
         yield feed
     finally:
         feed.close()
+
+
+def open_socket_folder() -> None:
+    """Make this process's folder for the sockets through which its workers send tensors.
+
+    Without it, each worker makes one of its own, and leaves it behind if it is killed. If the folder for
+    temporary files has a long path, it is made in ``/tmp``, as by Python 3.14: a worker that cannot open its
+    socket sends nothing, and the loop would wait for it in vain.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(f"{usual}/pymp-12345678/listener-12345678")) > LONGEST_SOCKET and os.name == "posix":
+        tempfile.tempdir = "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 class WorkerFeed(Feed):

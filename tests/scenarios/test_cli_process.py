@@ -130,6 +130,18 @@ def test_a_stopped_run_goes_on(tmp_path: Path, train: Path) -> None:
     assert resumed.json["training"]["resumed_from"] == f"out/checkpoints/{checkpoint.name}"
 
 
+@pytest.mark.program
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems start workers in another way")
+def test_workers_send_although_the_folder_for_temporary_files_has_a_long_path(
+    tmp_path: Path, train: Path
+) -> None:
+    """A socket below it would have a name that no system takes, and a worker without one sends nothing."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    done = autobatch(tmp_path, *FIT, "--steps", 2, "--workers", 1, TMPDIR=str(folder))
+    assert done.code == 0, done.err
+
+
 SLEEPY = """
 import pathlib, time
 def sleepy(model, batch):
