@@ -402,7 +402,7 @@ def refuse(options: Options, names: Iterable[str], why: str) -> None:
     """
     given = [name for name in names if getattr(options, name) != all_fields()[name].default]
     if given:
-        raise InputError(f"{', '.join(f'--{name} {getattr(options, name)}' for name in given)}: {why}")
+        raise InputError(f"{', '.join(f'{spelled(name)} {getattr(options, name)}' for name in given)}: {why}")
 
 
 def spelled(option: str) -> str:
