@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -75,10 +74,9 @@ def plan(
     precisions = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
     options.setdefault("precision", precision_of(accelerator.mixed_precision, precisions, "accelerate"))
     loop = LibraryLoop(name="accelerate", world_size=accelerator.num_processes, device=accelerator.device)
-    is_mixed = accelerator.mixed_precision != "no"
 
     def own_loss(model: nn.Module, batch: Collated) -> Tensor | Loss:
-        with float32_outputs(model) if is_mixed else nullcontext():
+        with float32_outputs(model, accelerator):
             return loss(model, batch)
 
     with on_host(model):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Unpack
@@ -17,7 +17,6 @@ import msgspec
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
-from torch.utils.hooks import RemovableHandle
 
 import autobatch
 from autobatch.core.errors import DoesNotFitError, InputError
@@ -164,8 +163,10 @@ def rebuilt(optimizer: torch.optim.Optimizer, model: nn.Module, copy: nn.Module)
     return type(optimizer)(groups, **defaults)
 
 
-def float32_outputs(model: nn.Module) -> RemovableHandle:
-    """Copy the outputs of a model to float32 within a block, as accelerate prepares it for 16 bits."""
+def float32_outputs(model: nn.Module, accelerator: Any) -> AbstractContextManager[object]:
+    """Copy the outputs of a model to float32 within a block, as accelerate does if it computes in 16 bits."""
+    if accelerator.mixed_precision == "no":
+        return nullcontext()
     convert = import_module("accelerate.utils").convert_to_fp32
     return model.register_forward_hook(lambda _, inputs, outputs: convert(outputs))
 

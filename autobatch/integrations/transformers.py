@@ -18,7 +18,6 @@ import copy
 import math
 import warnings
 from collections import deque
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Unpack
 
@@ -170,8 +169,7 @@ def _loss(trainer: Any, model: nn.Module, inputs: Any) -> Tensor | Loss:
 
 
 def _compute(trainer: Any, model: nn.Module, inputs: Any, count: Any) -> Tensor:
-    is_mixed = trainer.accelerator.mixed_precision != "no"
-    with float32_outputs(model) if is_mixed else nullcontext():
+    with float32_outputs(model, trainer.accelerator):
         # compute_loss may remove the labels from its inputs.
         loss: Tensor = trainer.compute_loss(model, dict(inputs), num_items_in_batch=count)
     return loss
