@@ -125,17 +125,16 @@ class Runner:
                     f"micro-batch: {shlex.join(self.command)}"
                 )
             self.recording, self.world = recording, len(ranks)
+        held = most.get("peak_reserved_bytes")
         attempt = Attempt(
             micro_batch=size,
             seconds=time.monotonic() - start,
             fits=recording is not None,
             peak_allocated_bytes=most.get("peak_allocated_bytes"),
-            peak_reserved_bytes=most.get("peak_reserved_bytes"),
+            peak_reserved_bytes=held,
             reason=str(error) if error else reason,
             is_error=error is not None,
-            is_below_budget=is_below_budget(
-                most.get("peak_reserved_bytes"), most.get("refused_bytes"), budget
-            ),
+            is_below_budget=is_below_budget(held, most.get("refused_bytes"), budget),
         )
         return Outcome(attempt, None if recording is None else recording.trace, error=error)
 
