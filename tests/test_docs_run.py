@@ -85,8 +85,10 @@ def test_the_code_on_loops_runs_beside_the_program_of_the_tutorial() -> None:
     alone: dict[str, Any] = {}
     exec(first, alone)
     names = reader() | alone | {"sam": Sam(alone["model"].parameters(), lr=0.1)}
+    before = weights(names["model"])
     for code in others:
         exec(code, names)
+    assert not torch.equal(weights(names["model"]), before), "its loops train"
 
 
 class Bigrams(nn.Embedding):
