@@ -97,14 +97,14 @@ def terminal_width() -> int | None:
 
 
 def write_line(text: str) -> int:
-    """Write to standard output, and return the exit code."""
+    """Write to standard output, and return 0, the exit code of a command that is done then."""
     with output_of_run(as_json=False) as stream:
         stream.write(f"{text}\n")
     return 0
 
 
 def write_json(content: object) -> int:
-    """Write an object as JSON to standard output, and return the exit code."""
+    """Write an object as JSON to standard output; see `write_line`."""
     # Only here: the help does not need them.
     import json
 

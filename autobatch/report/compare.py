@@ -35,5 +35,6 @@ def compare_runs(runs: Sequence[RunRecord]) -> tuple[Rows, Rows]:
 
 
 def _side_by_side(records: Sequence[Mapping[str, str]]) -> Rows:
-    rows = {name: [record.get(name, "") for record in records] for record in records for name in record}
+    names = dict.fromkeys(name for record in records for name in record)
+    rows = {name: [record.get(name, "") for record in records] for name in names}
     return {name: cells for name, cells in rows.items() if any(cells)}

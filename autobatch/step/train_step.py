@@ -149,9 +149,9 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     """Turn the accumulated gradients into one optimizer step, and free them.
 
     The order is: measure and check the norms, normalize and clip in one multiplication, unscale, step, update
-    the loss scale, update the weight average, free the gradients. The check
-    comes before the clip, because a non-finite norm would clip nothing. Unscaling is part of the step,
-    because some optimizers do it themselves; a loss scale is a power of two, so this changes no result.
+    the loss scale, update the weight average, free the gradients. The check comes before the clip, because a
+    non-finite norm would clip nothing. Unscaling is part of the step, because some optimizers do it
+    themselves; a loss scale is a power of two, so this changes no result.
     Schedules, counters and records follow in `autobatch.training`.
 
     Without a loss scale, weights move only if the loss and all gradients are finite. If none moved, the

@@ -32,9 +32,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def memory(gpu: str, version: str) -> SimpleNamespace:
         total, used = left[GPUS[gpu]]
-        return SimpleNamespace(
-            total=total, used=used, free=total - used - GiB // 2
-        )  # the driver has the rest
+        return SimpleNamespace(total=total, used=used, free=total - used - DRIVER)
 
     found = SimpleNamespace(
         nvmlMemory_v2="v2",
