@@ -43,6 +43,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA GPU, or the stub: python -m tests.stub_gpu -- pytest -m gpu tests/gpu")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_gpus(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Give each worker stub GPUs of its own: a test that fills one must fail no test beside it."""
+    if "STUB_GPU_STATE" in os.environ:
+        os.environ["STUB_GPU_STATE"] = str(tmp_path_factory.mktemp("gpus") / "table")
+
+
 @pytest.fixture
 def on_gpu(tmp_path: Path) -> Command:
     """Run the command beside the file ``train.py`` of a workload, on so many GPUs; check its exit code."""
