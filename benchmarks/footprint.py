@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from autobatch.core.options import Options
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.trace import Trace, replay
+from autobatch.device.allocator import CachingAllocator
+from autobatch.device.trace import Trace, replay
 from autobatch.estimates.footprints import footprint
 from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup

@@ -34,10 +34,9 @@ from autobatch.core.options import Options
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import open_setup
 from autobatch.search.find_limit import find_limit
-from autobatch.tuning.compare import ROUNDS
 from autobatch.tuning.fastest import Search
 from autobatch.tuning.space import Knob, changes, choose_knobs, defaults, knobs_of
-from autobatch.tuning.trial import Trials
+from autobatch.tuning.trial import ROUNDS, Trials
 from benchmarks.report import arguments, markdown, save
 from benchmarks.workloads import WORKLOADS
 

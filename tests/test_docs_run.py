@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import autobatch
 from autobatch.step.optimizers import build_optimizers
-from autobatch.training.build import build_schedules
+from autobatch.training.run import build_schedules
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.commandline import printed
 from tests.support.custom_loops import Sam

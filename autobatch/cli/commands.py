@@ -112,9 +112,8 @@ def compare(words: list[str]) -> Answer:
 
     RUN is the folder of a run, as fit makes it in runs.
     """
-    from autobatch.report.compare import compare_runs
     from autobatch.report.result import load_run
-    from autobatch.report.tables import aligned
+    from autobatch.report.tables import aligned, compare_runs
 
     folders = [Path(word) for word in words]
     if len({folder.resolve() for folder in folders}) < 2:

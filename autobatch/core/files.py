@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and read with every failure as one line."""
+"""Files, which are written whole or not at all, and read with every failure as one line; those of a run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import os
 import secrets
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from autobatch.core.errors import InputError
+from autobatch.core.records import StepRecord
 from autobatch.core.text import one_line
 
 if TYPE_CHECKING:  # half of what this module imports
     from importlib.resources.abc import Traversable
+
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 """Failures of decoding and converting: also integers of 5,000 digits, and deep nesting."""
@@ -103,3 +106,18 @@ def sync_directory(directory: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
                 raise
+
+
+METRICS = "metrics.jsonl"
+WEIGHTS = "model.safetensors"
+AVERAGED_WEIGHTS = "model-ema.safetensors"
+"""The averages in place of the weights, with the buffers of the model."""
+RESULT = "result.json"
+REPORT = "report.html"
+
+
+def read_steps(path: Path) -> Iterator[tuple[bytes, StepRecord]]:
+    """Yield the lines of a file of metrics and their records; leave out what a killed run wrote in part."""
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(*UNREADABLE):
+            yield line, msgspec.json.decode(line, type=StepRecord)

@@ -19,12 +19,11 @@ from torch import nn
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
-from autobatch.device.allocator.caching import AllocatorConfig, new_allocator
-from autobatch.device.allocator.ledger import Allocator, MemoryStats
+from autobatch.device.allocator import Allocator, AllocatorConfig, MemoryStats, new_allocator
 
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
-    from autobatch.device.allocator.trace import Trace
+    from autobatch.device.trace import Trace
 
 HEADROOM_LEAST_BYTES = 512 * MiB
 """The least headroom: for libraries that allocate past torch, the interpreter and loader workers."""

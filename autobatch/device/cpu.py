@@ -14,12 +14,11 @@ import msgspec
 from autobatch.core.errors import InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import parse_budget
-from autobatch.device.allocator.caching import AllocatorConfig
-from autobatch.device.allocator.ledger import Allocator
-from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.allocator import Allocator, AllocatorConfig
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
 from autobatch.device.host import HostMemory, cpu_name, host_memory
 from autobatch.device.profiles import HardwareProfile
+from autobatch.device.tracker import StorageTracker
 
 HEADROOM_SHARE = 0.1
 """Share of the memory that no budget takes by default: operators also use memory besides tensors."""

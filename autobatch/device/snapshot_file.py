@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from autobatch.core.errors import InputError
 from autobatch.core.text import error_text
-from autobatch.device.allocator.trace import COMMON_POOL, RELEASES, Trace, stream_of, trace_of
+from autobatch.device.trace import COMMON_POOL, RELEASES, Trace, stream_of, trace_of
 
 Entry = Mapping[str, Any]
 GROWS = {"segment_alloc": 1, "segment_map": 1} | dict.fromkeys(RELEASES, -1)

@@ -1,8 +1,12 @@
 """The engine of a loop: how ranks sum a batch, and how they agree on what happens to it.
 
-With a whole model on every rank (`Whole`), each runs its micro-batches alone, and
-`autobatch.distributed.reduce` sums the batch after them. If memory runs out on any rank before that, no
-message is on its way: all ranks drop the batch, and run it again. One process is a rank without others.
+With a whole model on every rank (`Whole`), each runs its micro-batches alone, and the batch is summed after
+them. Every rank first sends one message on the host: its sums, or that memory ran out. If it did anywhere, no
+gradient was touched: all ranks drop the batch, and run it again. One process is a rank without others.
+
+Small gradients travel together, because it is the number of messages that costs small models time, and large
+ones in their own memory. A parameter for which no rank has a gradient keeps none. Gradients are sums of
+totals ÷ D, with one D for all ranks, which follows from the items per sample that the engine fixes.
 
 A loss of several terms needs what each of them counts on all ranks before the backward pass. The ranks
 exchange their counts in one message, and one that ran out of memory sends none.
@@ -18,19 +22,19 @@ Everything after the sum (checks, clipping, the step, counters) is the same on e
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.signals import StopRequest
+from autobatch.core.units import MiB
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.reduce import bring_to_host, kinds_of, sum_gradients, sum_totals
-from autobatch.step.gradients import norm_of
-from autobatch.step.loss import StepTotals
+from autobatch.step.gradients import Gradients, norm_of
+from autobatch.step.loss import StepTotals, Term, numbers_of_terms, read_numbers
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import MicroBatches, TrainState
 from autobatch.workload.contract import Collated
@@ -38,6 +42,85 @@ from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+TOGETHER_BYTES = 4 * MiB
+"""Most bytes of the small gradients, which are copied to travel. The activations that are free by then had
+more."""
+DENSE, SPARSE = 1, 2
+"""Kinds of a gradient; 0 for none."""
+
+
+def bring_to_host(totals: StepTotals) -> StepTotals:
+    """Replace the sums of a rank that are on its device by numbers, which can be sent."""
+    totals.loss, count, *read = read_numbers([totals.loss, totals.count, *numbers_of_terms(totals)])
+    totals.count = None if totals.count is None else count
+    for term, own, count in zip(totals.terms.values(), read[::2], read[1::2], strict=True):
+        term.loss, term.count = own, count
+    return totals
+
+
+def kinds_of(gradients: Gradients) -> bytes:
+    """Return the kind of the gradient of each parameter."""
+    return bytes(
+        0 if gradient is None else SPARSE if gradient.is_sparse else DENSE
+        for _, gradient in gradients.by_parameter()
+    )
+
+
+def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
+    """Replace the sums of one rank by those of all.
+
+    Raises:
+        InputError: the losses of the ranks have different forms.
+    """
+    ran = [own for own in of_ranks if own.sizes]
+    if any(own.form != ran[0].form for own in ran):
+        raise InputError(
+            "the workload's loss returned other terms on one rank than on another: return the same terms, "
+            "each as a tensor or as a Loss, on all"
+        )
+    terms: dict[str, Term] = {}
+    for name, term in [item for own in of_ranks for item in own.terms.items()]:
+        whole = terms.setdefault(name, Term(items=term.items))
+        whole.loss, whole.count = whole.loss + term.loss, whole.count + term.count
+    counts = [own.count for own in of_ranks if own.count is not None]
+    totals.loss = sum(own.loss for own in of_ranks)
+    totals.count = sum(counts) if counts else None
+    totals.divisor = max(own.divisor for own in ran)
+    totals.terms = terms
+
+
+def sum_gradients(ranks: Ranks, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
+    """Sum the gradients over the ranks in place, given the kinds that each rank has.
+
+    Raises:
+        InputError: a gradient is sparse.
+    """
+    small, large = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list), list[Tensor]()
+    dense = list[Tensor]()
+    for (parameter, gradient), *kinds in zip(gradients.by_parameter(), *of_ranks, strict=True):
+        if SPARSE in kinds:
+            raise InputError(
+                f"ranks sum no sparse gradients, and a parameter of shape {tuple(parameter.shape)} has one: "
+                "use sparse=False in its embedding, or one rank"
+            )
+        if any(kinds):
+            dense.append(gradients.new_zeros(parameter) if gradient is None else gradient)
+    room = TOGETHER_BYTES
+    for gradient in sorted(dense, key=Tensor.numel):
+        room -= gradient.nbytes
+        (small[gradient.dtype, gradient.device] if room >= 0 else large).append(gradient)
+    joined = [torch.cat([gradient.flatten() for gradient in own]) for own in small.values()]
+    whole = [gradient.contiguous() for gradient in large]
+    ranks.sum([*joined, *whole], "sum the gradients")
+    for own, tensor in zip(small.values(), joined, strict=True):
+        parts = torch.split(tensor, [gradient.numel() for gradient in own])
+        torch._foreach_copy_(own, [part.view(g.shape) for part, g in zip(parts, own, strict=True)])
+    for gradient, tensor in zip(large, whole, strict=True):
+        if gradient is not tensor:
+            gradient.copy_(tensor)
+
 
 Filler = Callable[[], Collated]
 """Returns a micro-batch on the device for a rank that has none."""
@@ -230,7 +313,7 @@ class Shared(Whole):
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
         """See `Whole.whole_weights`."""
         # Only here: importing it takes a second.
-        from autobatch.distributed.shard_state import gather_weights
+        from autobatch.distributed.shard import gather_weights
 
         return gather_weights(model, keep=self.ranks.rank == 0)
 

@@ -25,10 +25,10 @@ from autobatch.core.records import Estimate, Parallel, Plan, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import memory_named
 from autobatch.device.profiles import HardwareProfile
-from autobatch.estimates.attention import GENERATIONS, Capability
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, Unpredictable, footprint
 from autobatch.estimates.gpus import Gpus, few
+from autobatch.estimates.policy import GENERATIONS, Capability
 from autobatch.estimates.suggestions import Change, changes_of, helpful, in_words
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.footprint.explain import explain

@@ -20,8 +20,7 @@ from torch import nn
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.recorder import CONVOLUTIONS
-from autobatch.estimates.traced_step import Recording, TracedStep, record
+from autobatch.estimates.traced_step import CONVOLUTIONS, Recording, TracedStep, record
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state

@@ -17,13 +17,12 @@ from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Precision
 from autobatch.core.text import listed
 from autobatch.core.units import GiB, KiB, format_bytes
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import Allocator, CountingAllocator
-from autobatch.device.allocator.trace import Replay, replay
+from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator, CountingAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
+from autobatch.device.trace import Replay, replay
 from autobatch.estimates.footprints import Footprint
-from autobatch.footprint.fitting import Fitting
+from autobatch.footprint.program import Fitting
 from autobatch.report.words import plural
 
 LARGEST = 2**31 - 1

@@ -25,12 +25,11 @@ from autobatch.core.options import Options, refuse
 from autobatch.core.records import Estimate, Recorded, Refusal
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import Replay, Trace, replay
-from autobatch.device.cuda_allocator import unmodelled_options
+from autobatch.device.allocator import AllocatorConfig, CachingAllocator, CountingAllocator
+from autobatch.device.cuda import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
+from autobatch.device.trace import Replay, Trace, replay
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import need, with_remedies
 from autobatch.estimates.footprints import MARGIN, Footprint

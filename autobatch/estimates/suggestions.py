@@ -16,8 +16,7 @@ from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import CHECKPOINTING, COMPILE, OPTIMIZER
 from autobatch.core.records import Remedy
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.caching import new_allocator
-from autobatch.device.allocator.ledger import Allocator
+from autobatch.device.allocator import Allocator, new_allocator
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, footprint, footprints
 from autobatch.estimates.gpus import Spending

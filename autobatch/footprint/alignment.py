@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
-from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.device.trace import FREE, Trace
 from autobatch.footprint.program import Polynomial, Program, Untraceable, polynomial_through
 
 MOST_APART, LEAST_APART = 0.25, 16

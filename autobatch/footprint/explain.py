@@ -14,8 +14,8 @@ from typing import NamedTuple
 from autobatch.core.records import MemoryCurve
 from autobatch.core.text import module_in_words
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.ledger import Allocator, CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.device.allocator import Allocator, CountingAllocator
+from autobatch.device.trace import FREE, Trace, replay
 
 MODULES = 3
 """Modules that an explanation names."""

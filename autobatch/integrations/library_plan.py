@@ -24,7 +24,7 @@ from autobatch.core.options import Keywords
 from autobatch.distributed.group import join_existing
 from autobatch.planning import equal_parts_note, with_equal_parts
 from autobatch.report.result import PlanResult
-from autobatch.training.batchnorm import batch_norms, statistics_notes
+from autobatch.training.split_check import batch_norms, statistics_notes
 from autobatch.workload.contract import Workload, is_stream, kind_of
 
 

@@ -29,8 +29,8 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, DeviceRecord, LimitedBy
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.cuda_allocator import TAKES_LOWEST, allocator_options, fraction_of
+from autobatch.device.allocator import CachingAllocator
+from autobatch.device.cuda import TAKES_LOWEST, allocator_options, fraction_of
 from autobatch.device.oom import is_below_budget
 from autobatch.device.select import open_device
 from autobatch.device.snapshot_file import Recording, read_recordings
@@ -41,9 +41,9 @@ from autobatch.planning import equal_parts_note, program_plan
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
-from autobatch.search.attempts import reported
 from autobatch.search.find_limit import search_from_saved
 from autobatch.search.probe import find_largest
+from autobatch.search.runs import reported
 
 STEPS = 3
 """Optimizer steps of a run: state appears in the first, and later ones find it and the gradients there."""

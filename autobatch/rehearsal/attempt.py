@@ -15,8 +15,8 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Attempt
-from autobatch.device.allocator.trace import Trace
 from autobatch.device.oom import is_below_budget
+from autobatch.device.trace import Trace
 from autobatch.rehearsal.rehearsal import Batch, rehearse
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.train_step import StepResult

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from autobatch.core.knobs import COMPILE
-from autobatch.device.allocator.ledger import MemoryStats
-from autobatch.device.allocator.trace import Trace
+from autobatch.device.allocator import MemoryStats
 from autobatch.device.base import Meter, followed_modules
 from autobatch.device.oom import Verdict, classify, first_line, requested_bytes
+from autobatch.device.trace import Trace
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.restore import temporary_state, temporary_weights
 from autobatch.step.train_state import TrainState, build_train_state

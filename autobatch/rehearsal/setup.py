@@ -18,9 +18,9 @@ from autobatch.core.errors import InputError
 from autobatch.core.knobs import PRECISION, Value
 from autobatch.core.options import Options
 from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
-from autobatch.device.allocator.caching import AllocatorConfig
+from autobatch.device.allocator import AllocatorConfig
 from autobatch.device.base import Device
-from autobatch.device.cuda_allocator import allocator_options
+from autobatch.device.cuda import allocator_options
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes

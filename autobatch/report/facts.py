@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from autobatch.core.files import AVERAGED_WEIGHTS
 from autobatch.core.records import (
     Attempt,
     DeviceRecord,
@@ -21,7 +22,6 @@ from autobatch.core.records import (
     Trial,
     Tuning,
 )
-from autobatch.core.run_files import AVERAGED_WEIGHTS
 from autobatch.core.units import format_bytes
 from autobatch.report.words import (
     count,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from autobatch.core.errors import InputError
-from autobatch.core.files import UNREADABLE, read_json
+from autobatch.core.files import METRICS, RESULT, UNREADABLE, read_json, read_steps
 from autobatch.core.records import (
     SCHEMA,
     DeviceRecord,
@@ -22,7 +22,6 @@ from autobatch.core.records import (
     RunRecord,
     Training,
 )
-from autobatch.core.run_files import METRICS, RESULT, read_steps
 from autobatch.core.text import LONGEST_VALUE, error_text, printable, printable_lines
 from autobatch.core.version import __version__
 from autobatch.report.facts import final_facts

@@ -1,4 +1,4 @@
-"""Tables of text: the sizes and trials of a run, and all that an estimate says."""
+"""Tables of text: the sizes and trials of a run, runs side by side, and all that an estimate says."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple, TypeVar
 
-from autobatch.core.records import Attempt, Estimate, Recorded, Trial
+from autobatch.core.options import all_fields, spelled
+from autobatch.core.records import Attempt, Estimate, Recorded, RunRecord, Trial
 from autobatch.core.text import module_in_words, printable
 from autobatch.core.units import format_bytes
-from autobatch.report.words import count, decimal, plural
+from autobatch.report.facts import facts_of
+from autobatch.report.words import count, decimal, moment, plural
 
 T = TypeVar("T")
 LEAST_CELL = 16
@@ -203,3 +205,34 @@ def _recorded_lines(recorded: Recorded) -> Iterator[str]:
     words[True, False] = "yes, without expandable_segments"
     gpus = [[gpu, words[fits, recorded.fits_expandable[gpu]]] for gpu, fits in recorded.fits.items()]
     yield from aligned([["GPU", "runs"], *gpus])
+
+
+Rows = dict[str, list[str]]
+"""For the name of each figure its cells, one for each run; a cell is empty if its run has no such figure."""
+
+
+def compare_runs(runs: Sequence[RunRecord]) -> tuple[Rows, Rows]:
+    """Return what runs were given, and what they planned and reached, without what no run has."""
+    # Where a run writes and what it prints is no difference.
+    hidden = {name for name, field in all_fields().items() if field.group == "output"} | {"out", "resume"}
+    given, reached = [], []
+    for run in runs:
+        options = {name: value for name, value in run.options.items() if value is not None}
+        facts = [fact for fact in facts_of(run) if fact.label and fact.part != "files"]
+        given.append(
+            {
+                "workload": run.title or "",
+                **{fact.label: fact.text for fact in facts if fact.part == "device"},
+                **run.versions,
+                **{spelled(name): str(options[name]) for name in options if name not in hidden},
+            }
+        )
+        known = {fact.label: fact.text for fact in facts if fact.part != "device"}
+        reached.append(known | {"date": moment(run.created)})
+    return _side_by_side(given), _side_by_side(reached)
+
+
+def _side_by_side(records: Sequence[Mapping[str, str]]) -> Rows:
+    names = dict.fromkeys(name for record in records for name in record)
+    rows = {name: [record.get(name, "") for record in records] for name in names}
+    return {name: cells for name, cells in rows.items() if any(cells)}

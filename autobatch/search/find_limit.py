@@ -16,14 +16,14 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import LimitedBy, Probe
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.caching import new_allocator
+from autobatch.device.allocator import new_allocator
 from autobatch.footprint.explain import explain
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import KeyValue
-from autobatch.search.attempts import run_attempt
 from autobatch.search.plan_limit import limit_of_plan
 from autobatch.search.probe import FIRST, Limit, find_largest
+from autobatch.search.runs import run_attempt
 from autobatch.search.saved import keep, recall
 
 STATE_COPIES = 4

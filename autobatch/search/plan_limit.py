@@ -17,14 +17,14 @@ import msgspec
 
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt
-from autobatch.device.allocator.caching import new_allocator
-from autobatch.footprint.fitting import Fitting
+from autobatch.device.allocator import new_allocator
+from autobatch.footprint.program import Fitting
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.rehearsal import batch_of, rehearse
 from autobatch.rehearsal.setup import Setup
-from autobatch.search.attempts import run_attempt
 from autobatch.search.probe import Limit
+from autobatch.search.runs import run_attempt
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of
 from autobatch.workload.split import Split
 

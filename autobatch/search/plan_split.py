@@ -19,8 +19,7 @@ from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.knobs import COMPILE, PRECISION
 from autobatch.core.options import Options
 from autobatch.core.records import Plan, Probe, SizeCut
-from autobatch.distributed.rank_plan import agree_on_cut
-from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.ranks import Ranks, agree_on_cut
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.plan_limit import FIRST, TRIES, batches_to_run, run_batches

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from autobatch.core.errors import InputError
 from autobatch.core.largest import Bracket, most_asked, told_apart
 from autobatch.core.records import Attempt, LimitedBy, Probe, UpperBoundBy
-from autobatch.device.allocator.ledger import Allocator
-from autobatch.device.allocator.trace import Trace
+from autobatch.device.allocator import Allocator
+from autobatch.device.trace import Trace
 from autobatch.footprint.program import Program
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.search.runs import Runs

@@ -134,7 +134,7 @@ def save_checkpoint(
     if shards:
         # Only here: one process needs no torch.distributed.
         from autobatch.distributed.group import Group
-        from autobatch.distributed.shard_state import write_shards
+        from autobatch.distributed.shard import write_shards
 
         assert isinstance(ranks, Group)
         try:

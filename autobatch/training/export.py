@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError
-from autobatch.core.files import replaced_file
-from autobatch.core.run_files import AVERAGED_WEIGHTS, WEIGHTS
+from autobatch.core.files import AVERAGED_WEIGHTS, WEIGHTS, replaced_file
 from autobatch.core.text import error_text
 from autobatch.distributed.engine import Whole
 from autobatch.step.train_state import TrainState

@@ -18,9 +18,8 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from autobatch.core.errors import CheckpointError
-from autobatch.core.files import write_atomic
+from autobatch.core.files import read_steps, write_atomic
 from autobatch.core.records import StepRecord, Training
-from autobatch.core.run_files import read_steps
 from autobatch.core.text import error_text
 
 FLUSH_INTERVAL_S = 0.2

@@ -119,7 +119,7 @@ def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> M
     if not forms:
         return state
     # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.shard_state import read_shards
+    from autobatch.distributed.shard import read_shards
 
     assert folder is not None
     wanted = {name: tuple(form) for name, *form in forms.values()}

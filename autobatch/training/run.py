@@ -1,4 +1,4 @@
-"""A training run on disk: a plan, its loop, and the files, checkpoints, validations and signals of the loop.
+"""A training run on disk: the loop that a plan asks for, its files, checkpoints, validations and signals.
 
     setup, plan, RunInputs ─► loop, restored ─► steps, validations, checkpoints ─► weights, Training
 
@@ -7,34 +7,39 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import (
     AutobatchError,
     DoesNotFitError,
+    InputError,
     Interrupted,
     RestartSmallerError,
     UserCodeError,
 )
-from autobatch.core.files import UNREADABLE, write_atomic
+from autobatch.core.files import METRICS, UNREADABLE, write_atomic
+from autobatch.core.knobs import LOADER_WORKERS
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Positive, StepRecord, Training
-from autobatch.core.run_files import METRICS
 from autobatch.core.signals import counts_as, stop_on_signals
 from autobatch.core.version import versions
+from autobatch.device.base import Meter
 from autobatch.device.oom import first_line, memory_named
+from autobatch.distributed.engine import Shared, Whole
+from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
-from autobatch.training.batchnorm import check_batch_norms
-from autobatch.training.build import open_loop
+from autobatch.step.gradients import Optimizers
+from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.training.checkpoint import (
     Loaded,
     begin_after,
@@ -48,10 +53,16 @@ from autobatch.training.loop import Loop
 from autobatch.training.metrics import Metrics, Sink, Until, rewind_metrics, totals_of
 from autobatch.training.resume import capture_loop, restore_loop, run_facts
 from autobatch.training.run_folder import CHECKPOINTS, OOM_FILE
+from autobatch.training.split_check import check_batch_norms
 from autobatch.training.trackers import open_trackers
-from autobatch.training.validation import Validator
+from autobatch.training.validation import Validator, check_validation
+from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.feed import open_feed
+from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.rng import preserved_random_state, seed_everything, seed_rank
+from autobatch.workload.split import split_of
 from autobatch.workload.user_code import describe, user_code
 
 
@@ -384,3 +395,121 @@ class _Run:
             ema=None if average is None else average.decay,
             notes=[*self._run.notes],
         )
+
+
+FILLER_SAMPLES = 2
+"""Samples of a micro-batch that adds nothing to a batch: BatchNorm needs two."""
+
+
+@contextmanager
+def open_loop(
+    setup: Setup,
+    plan: Plan,
+    options: Options,
+    sampler: GlobalBatchSampler,
+    ranks: Ranks,
+    *,
+    sample_seeds: bool = False,
+    note: Callable[[str], None] = lambda _: None,
+) -> Iterator[Loop]:
+    """Build a loop at its first batch, on the device and with its feed; close both at the end of the block.
+
+    Raises:
+        InputError: a part of the workload is invalid, or raised on the first validation samples.
+    """
+    device = setup.device
+    split = split_of(plan, setup.worst_case.sizes, rank=ranks.rank, world=ranks.world)
+    workload = setup.workload
+    workers = options.workers
+    if workers is None:
+        workers = int(plan.knobs.get(LOADER_WORKERS) or workload.workers or 0)
+    feeding = open_feed(
+        workload,
+        sampler,
+        split,
+        workers=workers,
+        device=device.torch_device,
+        seeds_samples=sample_seeds,
+    )
+    with device.training() as meter, feeding as feed:
+        seed_everything(options.seed)
+        train_state = _open_train_state(setup, plan, meter, ranks)
+
+        def filler() -> Collated:
+            """Return the first samples, for a rank with fewer micro-batches than others."""
+            ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
+            return to_device(load_micro_batch(setup.workload, ids), device.torch_device)
+
+        if train_state.mesh is not None:
+            engine: Whole = Shared(ranks, train_state, filler)
+        else:
+            engine = Whole(ranks, train_state)
+            ranks.send([*train_state.model.parameters(), *train_state.model.buffers()])
+        if ranks.rank:
+            seed_rank(options.seed, ranks.rank)
+        loop = Loop(
+            workload=workload,
+            train_state=train_state,
+            sampler=sampler,
+            device=device,
+            meter=meter,
+            micro_batch=plan.largest_micro_batch,
+            split=split,
+            engine=engine,
+            feed=feed,
+            schedules=build_schedules(workload, train_state.optimizers, sampler),
+            on_nonfinite=options.on_nonfinite,
+        )
+        for line in check_validation(loop):
+            note(line)
+        if device.allocator_config is not None:
+            # The first step starts with an empty cache, as a probe does.
+            device.release()
+        yield loop
+
+
+def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> TrainState:
+    """Place the model on the device of this rank, and build what its steps need."""
+    meter.mark("setup")
+    device = setup.device.torch_device
+    if plan.parallel == "shard" and isinstance(ranks, Group):
+        # Only here: importing FSDP takes a second.
+        from autobatch.distributed.shard import shard_over
+
+        model, shared = shard_over(ranks, setup.model, plan.precision, device)
+    else:
+        model, shared = setup.model.to(device), None
+    meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+    settings = replace(setup, precision=plan.precision, knobs=plan.knobs)
+    train_state = build_train_state(setup.workload, model, device, settings, learning_rate=plan.learning_rate)
+    if shared is not None:
+        shared.attach(train_state)
+    return train_state
+
+
+def build_schedules(
+    workload: Workload, optimizers: Optimizers, sampler: GlobalBatchSampler
+) -> list[LRScheduler]:
+    """Build a schedule for each optimizer; empty if the workload has no schedule.
+
+    Raises:
+        InputError: the function returns no schedule, or takes something else.
+    """
+    make: Any = workload.schedule
+    if make is None:
+        return []
+    takes = schedule_arguments(make)
+    steps = [sampler.total] if "steps" in takes else []
+    with user_code("schedule", make):
+        schedules = [
+            make(optimizer, *steps) if takes else LambdaLR(optimizer, make) for optimizer in optimizers
+        ]
+        for schedule in schedules:
+            has_methods = hasattr(schedule, "step") and hasattr(schedule, "state_dict")
+            if not has_methods or isinstance(schedule, ReduceLROnPlateau):
+                raise InputError(
+                    "Workload(schedule=…) must return a schedule of torch.optim that depends on the step "
+                    "number alone, because it is stepped after every optimizer step, found "
+                    f"{kind_of(schedule)}"
+                )
+    return schedules

@@ -12,7 +12,7 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from autobatch.core.errors import InputError
-from autobatch.core.run_files import AVERAGED_WEIGHTS, METRICS, REPORT, RESULT, WEIGHTS
+from autobatch.core.files import AVERAGED_WEIGHTS, METRICS, REPORT, RESULT, WEIGHTS
 from autobatch.training.trackers import TENSORBOARD, TRACKERS
 
 RUNS = Path("runs")

@@ -33,10 +33,9 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.report.words import knobs_in_words
-from autobatch.tuning.compare import Comparison, compare
 from autobatch.tuning.space import Knob, changes, choose_knobs, defaults, knobs_of
 from autobatch.tuning.study import open_study, run_trials, tried
-from autobatch.tuning.trial import Trials
+from autobatch.tuning.trial import Comparison, Trials, compare
 
 DEFAULT_TRIALS = 8
 """Configurations that are measured if no number was asked for."""

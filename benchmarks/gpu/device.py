@@ -10,7 +10,7 @@ import torch
 
 from autobatch.core.units import GiB
 from autobatch.device.base import Device
-from autobatch.device.cuda_allocator import free_workspaces
+from autobatch.device.cuda import free_workspaces
 from autobatch.device.select import open_device
 
 NAME = "cuda:0"

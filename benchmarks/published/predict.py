@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from autobatch import Workload
 from autobatch.core.options import Options
 from autobatch.core.records import Precision
-from autobatch.device.allocator.caching import AllocatorConfig, Block, CachingAllocator
-from autobatch.device.allocator.ledger import BudgetExceeded
-from autobatch.device.allocator.trace import replay
+from autobatch.device.allocator import AllocatorConfig, Block, BudgetExceeded, CachingAllocator
 from autobatch.device.profiles import HardwareProfile
+from autobatch.device.trace import replay
 from autobatch.distributed.shard import ShardedModel, Sharding, fake_ranks
 from autobatch.estimates.estimator import Estimator, Layout
 from autobatch.estimates.footprints import footprint

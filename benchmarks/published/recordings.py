@@ -15,7 +15,7 @@ from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autobatch.device.allocator.caching import (
+from autobatch.device.allocator import (
     ROUND_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,

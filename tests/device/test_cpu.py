@@ -10,10 +10,10 @@ import torch
 
 from autobatch import DoesNotFitError, InputError
 from autobatch.core.units import GiB, KiB, MiB
-from autobatch.device.allocator.trace import replay
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.host import HostMemory
 from autobatch.device.profiles import load_profile
+from autobatch.device.trace import replay
 
 HOST = HostMemory(16 * GiB, 8 * GiB, "a made-up machine")
 UNKNOWN = HostMemory(None, None, "not known")

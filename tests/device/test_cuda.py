@@ -7,8 +7,7 @@ import torch
 
 from autobatch import InputError
 from autobatch.core.units import GiB, MiB
-from autobatch.device.cuda import CudaDevice
-from autobatch.device.cuda_allocator import fraction_of
+from autobatch.device.cuda import CudaDevice, fraction_of
 
 
 @pytest.mark.parametrize("total", [8 * GiB, 25_282_281_472, 150_109_880_320])

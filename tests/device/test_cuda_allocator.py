@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.trace import FREE, trace_of
-from autobatch.device.cuda_allocator import allocator_options
+from autobatch.device.cuda import allocator_options
+from autobatch.device.trace import FREE, trace_of
 
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
 

@@ -7,8 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from autobatch.core.records import DeviceRecord, SizeCut
-from autobatch.distributed.rank_plan import agree_on_cut, agree_on_limit
-from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.ranks import Ranks, agree_on_cut, agree_on_limit
 from tests.support.probes import probe_of
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from autobatch import InputError
-from autobatch.distributed import reduce
+from autobatch.distributed import engine
+from autobatch.distributed.engine import SPARSE, kinds_of, sum_gradients
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.reduce import SPARSE, kinds_of, sum_gradients
 from autobatch.step.gradients import Gradients
 
 SIZES = [(3, 2), (40,), (2,), (5, 5), (6, 2), (1,)]
@@ -46,7 +46,7 @@ def test_gradients_are_summed_in_any_capacity(
     monkeypatch: pytest.MonkeyPatch, together: int, messages: int, first: torch.dtype
 ) -> None:
     """Small gradients of a type travel together, and others alone."""
-    monkeypatch.setattr(reduce, "TOGETHER_BYTES", together)
+    monkeypatch.setattr(engine, "TOGETHER_BYTES", together)
     parameters, gradients = gradients_of([first, *[torch.float32] * 5])
     before = [None if one.grad is None else one.grad.clone() for one in parameters]
     ranks, of_others = Among(), bytes(number != NOBODYS for number in range(len(SIZES)))

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from autobatch import InputError
-from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import Trace, replay
-from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.allocator import CountingAllocator
+from autobatch.device.trace import Trace, replay
+from autobatch.device.tracker import StorageTracker
 from autobatch.distributed.shard import fake_ranks, shard, sharding_alone
 from autobatch.estimates.traced_step import TracedStep, record
 from autobatch.rehearsal.rehearsal import on_copies

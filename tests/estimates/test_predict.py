@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import replay
+from autobatch.device.allocator import CountingAllocator
+from autobatch.device.trace import replay
 from autobatch.estimates.footprints import MARGIN, footprint
 from autobatch.estimates.gpus import Spending, gpu_allocator
 from autobatch.estimates.suggestions import Change, changes_of, helpful, suggest

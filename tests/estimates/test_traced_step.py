@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autobatch import Loss, Workload
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import Trace, replay
+from autobatch.device.allocator import CachingAllocator, CountingAllocator
+from autobatch.device.trace import Trace, replay
 from autobatch.estimates.footprints import Unpredictable, footprint
 from autobatch.estimates.traced_step import record
 from autobatch.rehearsal.attempt import attempt

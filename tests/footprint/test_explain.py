@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import Trace, replay
+from autobatch.device.allocator import CachingAllocator, CountingAllocator
+from autobatch.device.trace import Trace, replay
 from autobatch.footprint import explain as explaining
 from autobatch.footprint.explain import Explanation, explain, memory_curve
 from autobatch.rehearsal.attempt import attempt

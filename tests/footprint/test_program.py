@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.units import KiB, MiB
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace, replay
-from autobatch.footprint import fitting as fittings
-from autobatch.footprint.fitting import Fitting
-from autobatch.footprint.program import Program, Untraceable, rule_through
+from autobatch.device.allocator import CachingAllocator, CountingAllocator
+from autobatch.device.trace import FREE, Trace, replay
+from autobatch.footprint import program as fittings
+from autobatch.footprint.program import Fitting, Program, Untraceable, rule_through
 
 
 @st.composite

@@ -8,12 +8,11 @@ from torch import nn
 
 from autobatch import DoesNotFitError, InputError
 from autobatch.core.units import GiB, MiB, format_bytes
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import MemoryStats
-from autobatch.device.allocator.trace import Trace, replay
+from autobatch.device.allocator import CachingAllocator, MemoryStats
 from autobatch.device.base import followed_modules
 from autobatch.device.cuda import CudaDevice
 from autobatch.device.oom import Verdict, classify
+from autobatch.device.trace import Trace, replay
 from tests.support.kernels import only_stub
 
 pytestmark = pytest.mark.gpu

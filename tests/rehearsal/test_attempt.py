@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autobatch
 from autobatch import InputError, Loss, Workload
 from autobatch.core.options import Options
-from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.tracker import StorageTracker
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, open_setup
 from tests.support.probes import vectors

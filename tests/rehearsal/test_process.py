@@ -22,7 +22,7 @@ from autobatch.core.options import Options
 from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, ChildProcess, open_process
 from autobatch.rehearsal.setup import Role, Setup
-from autobatch.search.attempts import run_attempt
+from autobatch.search.runs import run_attempt
 from autobatch.step.optimizers import import_for_optimizers
 from tests.support.commandline import SMALL
 

@@ -13,9 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.records import LimitedBy, Probe
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.device.allocator import CachingAllocator, CountingAllocator
+from autobatch.device.trace import FREE, Trace, replay
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.search.probe import FAR, FIRST, Limit, find_largest
 from autobatch.search.saved import SavedLimit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autobatch.core.records import Attempt
-from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.device.trace import FREE, Trace
 from autobatch.rehearsal.attempt import Outcome
 
 BUDGET = 10_000

@@ -21,8 +21,8 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
-from autobatch.training.build import build_schedules
 from autobatch.training.loop import Loop
+from autobatch.training.run import build_schedules
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.feed import Feed, MicroBatches
 from autobatch.workload.order import GlobalBatchSampler

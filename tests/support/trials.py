@@ -20,11 +20,10 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, describe_setup
-from autobatch.tuning.compare import Measurement
 from autobatch.tuning.fastest import Search
 from autobatch.tuning.space import Knob
 from autobatch.tuning.study import open_study
-from autobatch.tuning.trial import Trials
+from autobatch.tuning.trial import Measurement, Trials
 from tests.support.options import as_options
 from tests.support.probes import vectors, work
 from tests.support.training import Augmented, Rows, make_setup, make_workload, mean_loss, network, points

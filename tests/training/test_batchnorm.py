@@ -11,7 +11,7 @@ from torch import nn
 
 from autobatch import InputError
 from autobatch.planning import make_plan, micro_batches
-from autobatch.training.batchnorm import check_batch_norms, statistics_notes
+from autobatch.training.split_check import check_batch_norms, statistics_notes
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.runs import fit
 from tests.support.training import apart, make_loop, make_workload, network, points

@@ -15,7 +15,7 @@ from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
-from autobatch.training.build import open_loop
+from autobatch.training.run import open_loop
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.options import as_options
 from tests.support.training import Rows, make_loop, make_setup, make_workload

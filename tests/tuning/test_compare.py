@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from autobatch.tuning.compare import ROUNDS, Comparison, Measurement, compare
+from autobatch.tuning.trial import ROUNDS, Comparison, Measurement, compare
 
 
 def compared(speed: Callable[[Any], float]) -> Comparison:

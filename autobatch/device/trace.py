@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
+from autobatch.device.allocator import Allocator, BudgetExceeded
 
 FREE = -1
 """The size of an event that frees its block."""

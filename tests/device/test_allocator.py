@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import BudgetExceeded
+from autobatch.device.allocator import AllocatorConfig, BudgetExceeded, CachingAllocator
 
 
 @pytest.mark.parametrize(("size", "held"), [(19 * MiB, 20 * MiB), (19 * MiB - 512, 19 * MiB - 512)])

@@ -10,10 +10,9 @@ import torch._dynamo  # the first optimizer imports it, in frames that then outl
 from torch import Tensor, nn
 
 from autobatch.core.units import KiB, MiB
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import replay
-from autobatch.device.allocator.tracker import UPDATES, StorageTracker
+from autobatch.device.allocator import CachingAllocator, CountingAllocator
+from autobatch.device.trace import replay
+from autobatch.device.tracker import UPDATES, StorageTracker
 
 F32 = 4
 

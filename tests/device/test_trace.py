@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.device.allocator import CachingAllocator, CountingAllocator
+from autobatch.device.trace import FREE, Trace, replay
 
 
 def a_trace(seed: int, length: int) -> Trace:

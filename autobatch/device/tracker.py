@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, MemoryStats
-from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.device.allocator import Allocator, BudgetExceeded, MemoryStats
 from autobatch.device.base import Meter
+from autobatch.device.trace import FREE, Trace
 
 aten = torch.ops.aten
 UPDATES = frozenset(

@@ -1,1 +1,0 @@
-"""Models of allocators, and the events that they replay."""
