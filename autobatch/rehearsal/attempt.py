@@ -15,7 +15,6 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Attempt
-from autobatch.device.oom import is_below_budget
 from autobatch.device.trace import Trace
 from autobatch.rehearsal.rehearsal import Batch, rehearse
 from autobatch.rehearsal.setup import Setup
@@ -74,20 +73,16 @@ def _run_steps(setup: Setup, micro_batch: int, steps: Sequence[int]) -> Outcome:
     # Values of a shared model are not its own here.
     if rehearsal.steps and setup.sharding is None:
         _check_first(rehearsal.steps[0].result, micro_batch)
-    failure, stats = rehearsal.failure, rehearsal.stats
-    reason = setup.device.refuses(stats) if failure is None else failure.reason
-    held = stats.peak_allocated_bytes if stats.peak_reserved_bytes is None else stats.peak_reserved_bytes
     return Outcome(
         Attempt(
             micro_batch=micro_batch,
-            fits=reason is None,
-            peak_allocated_bytes=stats.peak_allocated_bytes,
-            peak_reserved_bytes=stats.peak_reserved_bytes,
+            fits=rehearsal.reason is None,
+            peak_allocated_bytes=rehearsal.stats.peak_allocated_bytes,
+            peak_reserved_bytes=rehearsal.stats.peak_reserved_bytes,
             seconds=setup.clock() - start,
-            reason=reason,
-            phase=None if failure is None else failure.phase,
-            is_below_budget=failure is not None
-            and is_below_budget(held, failure.requested_bytes, setup.device.budget_bytes),
+            reason=rehearsal.reason,
+            phase=rehearsal.phase,
+            is_below_budget=rehearsal.is_below_budget,
         ),
         rehearsal.trace,
     )

@@ -16,7 +16,7 @@ import torch
 from autobatch.core.knobs import COMPILE
 from autobatch.device.allocator import MemoryStats
 from autobatch.device.base import Meter, followed_modules
-from autobatch.device.oom import Verdict, classify, first_line, requested_bytes
+from autobatch.device.oom import Verdict, classify, first_line, is_below_budget, requested_bytes
 from autobatch.device.trace import Trace
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.restore import temporary_state, temporary_weights
@@ -56,23 +56,17 @@ class Step(NamedTuple):
     """False if the loss trains on none of the samples."""
 
 
-class OutOfMemory(NamedTuple):
-    """End of a rehearsal that ran out of memory."""
-
-    reason: str
-    phase: str
-    """Phase of the step; see `autobatch.step.train_step.Mark`."""
-    requested_bytes: int | None
-    """About the bytes of the request that failed; None if unknown."""
-
-
 @dataclass
 class Rehearsal:
     """Findings of a rehearsal."""
 
     steps: list[Step] = field(default_factory=list)
-    failure: OutOfMemory | None = None
-    """None if memory sufficed."""
+    reason: str | None = None
+    """Reason why it does not fit; None if it does."""
+    phase: str | None = None
+    """Phase in which memory ran out; see `autobatch.step.train_step.Mark`. None if it did not."""
+    is_below_budget: bool = False
+    """True if something else than the budget refused memory."""
     stats: MemoryStats = field(default_factory=MemoryStats)
     trace: Trace | None = None
     """Allocation events, up to the request that failed; None if the device records none."""
@@ -128,11 +122,17 @@ def rehearse(
             if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and is_smallest):
                 raise
             is_lost = verdict is Verdict.FATAL
-            rehearsal.failure = OutOfMemory(first_line(error), current, requested_bytes(error))
+            rehearsal.reason, rehearsal.phase = first_line(error), current
+            requested = requested_bytes(error)
         # Outside the except block, nothing keeps the failed step's tensors alive.
         if not is_lost:  # a lost context answers no question
-            rehearsal.stats, rehearsal.trace = meter.stats(), meter.trace()
-    if rehearsal.failure is not None and not is_lost:
+            rehearsal.stats, rehearsal.trace = stats, _ = meter.stats(), meter.trace()
+            if rehearsal.phase is not None:
+                held = stats.peak_reserved_bytes or stats.peak_allocated_bytes
+                rehearsal.is_below_budget = is_below_budget(held, requested, device.budget_bytes)
+            elif within_budget:
+                rehearsal.reason = device.refuses(stats)
+    if rehearsal.phase is not None and not is_lost:
         device.release()
     return rehearsal
 

@@ -107,5 +107,4 @@ def batches_to_run(setup: Setup, samples: int, seed: int) -> list[GlobalBatch]:
 def run_batches(setup: Setup, batches: Sequence[GlobalBatch], split: Split, micro_batch: int) -> str | None:
     """Run batches in a split within the budget. Return the reason if they do not fit, else None."""
     chosen = (batch_of(setup.workload, split.parts(batch, micro_batch)) for batch in batches)
-    rehearsal = rehearse(setup, chosen, within_budget=True)
-    return setup.device.refuses(rehearsal.stats) if rehearsal.failure is None else rehearsal.failure.reason
+    return rehearse(setup, chosen, within_budget=True).reason

@@ -245,8 +245,8 @@ def short_run(setup: Setup, plan: Plan, seed: int, steps: int) -> float:
 def rehearsed(setup: Setup, batches: Iterable[Batch], learning_rate: float | None = None) -> list[Step]:
     """Train on batches, and return the steps; raise `Infeasible` if memory runs out. See `rehearse`."""
     rehearsal = rehearse(setup, batches, learning_rate=learning_rate)
-    if rehearsal.failure is not None:
-        raise Infeasible(rehearsal.failure.reason)
+    if rehearsal.reason is not None:
+        raise Infeasible(rehearsal.reason)
     return rehearsal.steps
 
 
