@@ -58,29 +58,3 @@ def _unused_gpu_notes(environ: Mapping[str, str]) -> list[str]:
         f"built for CUDA {torch.version.cuda or '(none)'}, cannot use; update the driver, or install a build "
         "of torch for the CUDA version that nvidia-smi shows"
     ]
-
-
-def device_of_rank(spec: str, *, local_rank: int, local_world: int, gpus: int) -> str:
-    """Return the device that one of several ranks of this host opens for the one that was asked for.
-
-    Raises:
-        InputError: Several ranks would share a GPU.
-    """
-    kind, _, index = spec.partition(":")
-    if kind not in ("auto", "cuda") or (kind == "auto" and not gpus):
-        return spec
-    if index and local_world > 1:
-        raise InputError(
-            f"--device {spec} is one GPU, and {local_world} ranks run on this host: use --device cuda, which "
-            "gives each rank its own"
-        )
-    if index:
-        return spec
-    # A scheduler may show each process its own GPU only; NCCL refuses ranks that share one.
-    place = 0 if gpus == 1 else local_rank
-    if place >= gpus:
-        raise InputError(
-            f"{local_world} ranks run on this host, which shows {gpus} GPUs: start one rank per GPU with "
-            f"--nproc-per-node {gpus}"
-        )
-    return f"cuda:{place}"

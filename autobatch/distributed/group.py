@@ -42,7 +42,6 @@ from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitErr
 from autobatch.core.files import write_atomic
 from autobatch.core.signals import PR_SET_PDEATHSIG
 from autobatch.device.oom import first_line, is_oom
-from autobatch.device.select import device_of_rank
 from autobatch.distributed.ranks import EARLIER_OUT, VERDICT, Launch, Ranks, write_error_file
 
 ROLL_CALL_S, PAUSE_S = 4.0, 0.1
@@ -234,9 +233,11 @@ class LaunchedGroup(Group):
 
     def device(self, spec: str) -> str:
         """See `Ranks.device`."""
-        launch = self._launch
         gpus = torch.cuda.device_count()
-        return device_of_rank(spec, local_rank=launch.local_rank, local_world=launch.local_world, gpus=gpus)
+        if spec == "cuda" or (spec == "auto" and gpus):
+            # A scheduler may show each process its own GPU only.
+            return f"cuda:{0 if gpus == 1 else self._launch.local_rank}"
+        return spec
 
     def _lost(self, act: str, error: Exception) -> RankLost:
         """See `Group._lost`. The connections are closed first, so that every rank notices at once."""

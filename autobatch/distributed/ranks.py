@@ -49,11 +49,7 @@ class Ranks:
     """Folder of the run that the launcher has started again; None for a first start."""
 
     def device(self, spec: str) -> str:
-        """Return the device that this rank opens for the one that was asked for.
-
-        Raises:
-            InputError: several ranks would share a GPU.
-        """
+        """Return the device that this rank opens for the one that was asked for."""
         return spec
 
     def gather(self, value: T) -> list[T]:

@@ -8,7 +8,7 @@ import torch
 from autobatch import InputError
 from autobatch.device import nvml
 from autobatch.device.host import HostMemory
-from autobatch.device.select import device_kind, device_of_rank, open_device
+from autobatch.device.select import device_kind, open_device
 
 ALPHA = nvml.NvmlGpu(uuid="GPU-a1", name="Alpha", free_bytes=None, used_bytes=None, holders=[])
 
@@ -54,18 +54,3 @@ def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -
     shared = open_device("cpu", memory_budget=None, environ={"LOCAL_WORLD_SIZE": "4"})
     assert shared.budget_bytes < alone.budget_bytes / 2
     assert open_device("cpu", memory_budget="1GiB", environ={"LOCAL_WORLD_SIZE": "4"}).budget_bytes == 2**30
-
-
-def test_a_rank_opens_the_gpu_of_its_place() -> None:
-    for spec, gpus, expected in (
-        ("auto", 4, "cuda:1"),
-        ("cuda", 4, "cuda:1"),
-        ("cuda", 1, "cuda:0"),
-        ("auto", 0, "auto"),
-        ("cpu", 4, "cpu"),
-    ):
-        assert device_of_rank(spec, local_rank=1, local_world=4, gpus=gpus) == expected
-    assert device_of_rank("cuda:2", local_rank=0, local_world=1, gpus=4) == "cuda:2"
-    for spec, gpus in (("cuda:0", 4), ("cuda", 3)):
-        with pytest.raises(InputError, match="4 ranks run on this host"):
-            device_of_rank(spec, local_rank=3, local_world=4, gpus=gpus)
