@@ -18,7 +18,6 @@ each block where the GPU put it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable
@@ -41,8 +40,12 @@ class MemoryStats(NamedTuple):
     """Allocations that succeeded only after cached segments were freed."""
 
 
-class Allocator(ABC):
-    """An allocator of bytes from a budget, with the figures of `MemoryStats`."""
+class Allocator:
+    """An allocator that counts live bytes against a limit, without rounding and without a cache.
+
+    Args:
+        limit: the most bytes; None for no limit.
+    """
 
     reserved_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -52,19 +55,24 @@ class Allocator(ABC):
         self.allocated_bytes = 0
         self.peak_allocated_bytes = 0
 
-    @abstractmethod
     def malloc(self, size: int, stream: int = 0) -> Any:
         """Take ``size`` bytes on a stream and return a handle for `free`.
 
         Raises:
             BudgetExceeded: They do not fit. Live blocks are unchanged.
         """
+        allocated = self.allocated_bytes + size
+        if self.limit is not None and allocated > self.limit:
+            raise BudgetExceeded(size, self)
+        self.allocated_bytes = allocated
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
+        return size
 
-    @abstractmethod
     def free(self, handle: Any) -> None:
         """Free a handle of `malloc`, once."""
+        self.allocated_bytes -= handle
 
-    def release(self) -> None:  # noqa: B027 - not every allocator has a cache
+    def release(self) -> None:
         """Free cached memory."""
 
     def stats(self) -> MemoryStats:
@@ -94,23 +102,6 @@ class BudgetExceeded(Exception):  # noqa: N818 - callers translate it; it is no 
             f"{format_bytes(limit - held)} is free; {format_bytes(allocated)} is allocated by PyTorch"
             + ("" if reserved is None else idle)
         )
-
-
-class CountingAllocator(Allocator):
-    """An allocator that counts live bytes against a limit, without rounding and without a cache."""
-
-    def malloc(self, size: int, stream: int = 0) -> int:
-        """Take ``size`` bytes; see `Allocator.malloc`."""
-        allocated = self.allocated_bytes + size
-        if self.limit is not None and allocated > self.limit:
-            raise BudgetExceeded(size, self)
-        self.allocated_bytes = allocated
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
-        return size
-
-    def free(self, handle: int) -> None:
-        """Free bytes."""
-        self.allocated_bytes -= handle
 
 
 ROUND_BYTES = 512
@@ -404,4 +395,4 @@ class CachingAllocator(Allocator):
 
 def new_allocator(config: AllocatorConfig | None, limit: int | None) -> Allocator:
     """Return an empty model of a device's allocator; ``config`` is None if it caches nothing."""
-    return CountingAllocator(limit) if config is None else CachingAllocator(limit, config)
+    return Allocator(limit) if config is None else CachingAllocator(limit, config)

@@ -17,7 +17,7 @@ from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Precision
 from autobatch.core.text import listed
 from autobatch.core.units import GiB, KiB, format_bytes
-from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator, CountingAllocator
+from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
 from autobatch.device.trace import Replay, replay
@@ -73,7 +73,7 @@ class Spending(NamedTuple):
         """Predict what fits of a step, or whether one size does."""
         less = int(self.budget_bytes * (1 - step.margin))
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
-        high = self._most(step, partial(CountingAllocator, self.budget_bytes - self.held_bytes), self.cap)
+        high = self._most(step, partial(Allocator, self.budget_bytes - self.held_bytes), self.cap)
         best = self._most(step, partial(self.new_allocator, self.budget_bytes, False), high)
         low = self._most(step, partial(self.new_allocator, less, False), best)
         asked = best if micro_batch is None else micro_batch

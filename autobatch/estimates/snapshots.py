@@ -25,7 +25,7 @@ from autobatch.core.options import Options, refuse
 from autobatch.core.records import Estimate, Recorded, Refusal
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator import AllocatorConfig, CachingAllocator, CountingAllocator
+from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
 from autobatch.device.cuda import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
@@ -256,7 +256,7 @@ class _Program(NamedTuple):
         asked, target = self.options.micro_batch, self.options.target_batch
         found = spending.predict(self.step, asked)
         trace = self.step.program.at(max(1, found.micro_batch))
-        live = trace.live_after(replay(trace, CountingAllocator()).peak_at)
+        live = trace.live_after(replay(trace, Allocator()).peak_at)
         if self.apart_bytes:  # it may have grown with the size
             margin = self.apart_bytes * max(1, found.micro_batch / self.size - 1) / budget
             wider = self.step._replace(margin=min(1.0, self.step.margin + margin))

@@ -25,7 +25,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-from autobatch.device.allocator import CountingAllocator
+from autobatch.device.allocator import Allocator
 from autobatch.device.base import followed_modules
 from autobatch.device.trace import Trace
 from autobatch.device.tracker import UPDATES, StorageTracker, has_wrappers
@@ -70,7 +70,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
     """A storage tracker for fakes that supplies missing values."""
 
     def __init__(self, *, on_gpu: bool) -> None:
-        super().__init__(CountingAllocator(), storage_device="meta")
+        super().__init__(Allocator(), storage_device="meta")
         self._on_gpu = on_gpu
         self.notes: set[str] = set()
         """Remarks on what the trace does not show."""

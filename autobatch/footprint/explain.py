@@ -14,7 +14,7 @@ from typing import NamedTuple
 from autobatch.core.records import MemoryCurve
 from autobatch.core.text import module_in_words
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator import Allocator, CountingAllocator
+from autobatch.device.allocator import Allocator
 from autobatch.device.trace import FREE, Trace, replay
 
 MODULES = 3
@@ -100,7 +100,7 @@ class Explanation(NamedTuple):
 def explain(trace: Trace) -> Explanation:
     """Explain the peak of a trace, or the end of one that ran out of memory there."""
     trace = trace.canonical()
-    outcome = replay(trace, CountingAllocator())
+    outcome = replay(trace, Allocator())
     labels = labels_of(trace)
     by_kind: Counter[str] = Counter()
     by_module: Counter[str] = Counter()

@@ -22,7 +22,7 @@ import numpy as np
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.largest import largest
-from autobatch.device.allocator import Allocator, CountingAllocator
+from autobatch.device.allocator import Allocator
 from autobatch.device.trace import FREE, Trace, replay
 
 MOST_PARTS = 64
@@ -203,7 +203,7 @@ class Fitting:
         self._new_allocator = new_allocator
         allocator = new_allocator()
         self._limit = allocator.limit
-        self._only_counts = isinstance(allocator, CountingAllocator)
+        self._only_counts = allocator.reserved_bytes is None
         self._live_peaks = [_live_peak(program.events) for program in orders]
         self._known: dict[int, bool] = {}
 

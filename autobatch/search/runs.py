@@ -12,7 +12,7 @@ from autobatch.core.errors import AutobatchError, UserCodeError
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt
 from autobatch.core.text import error_text
-from autobatch.device.allocator import Allocator, CountingAllocator
+from autobatch.device.allocator import Allocator
 from autobatch.device.oom import loses_context
 from autobatch.device.trace import FREE, Trace, replay
 from autobatch.footprint.program import Fitting, Program, Untraceable
@@ -150,7 +150,7 @@ class Runs:
             low, high = small.peak_allocated_bytes or 0, large.peak_allocated_bytes or 0
         if less == size:
             less, trace = 0, self.trace(size)
-            low = 0 if trace is None else replay(trace, CountingAllocator()).allocated_bytes
+            low = 0 if trace is None else replay(trace, Allocator()).allocated_bytes
             low = low if low < high else 0
         return ENDLESS if low >= high else size + int((share * budget - high) * (size - less) / (high - low))
 

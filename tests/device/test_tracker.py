@@ -10,7 +10,7 @@ import torch._dynamo  # the first optimizer imports it, in frames that then outl
 from torch import Tensor, nn
 
 from autobatch.core.units import KiB, MiB
-from autobatch.device.allocator import CachingAllocator, CountingAllocator
+from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import replay
 from autobatch.device.tracker import UPDATES, StorageTracker
 
@@ -27,7 +27,7 @@ def no_garbage_collection():
 
 
 def tracker(limit: int | None = None, **options) -> StorageTracker:
-    return StorageTracker(CountingAllocator(limit), **options)
+    return StorageTracker(Allocator(limit), **options)
 
 
 def held(meter: StorageTracker) -> int:
@@ -159,7 +159,7 @@ def test_a_compiled_model_under_the_tracker_compiles_nothing() -> None:
     """torch leaves the model alone under a mode. It compiled the tracker instead, for seconds."""
     model = torch.compile(nn.Linear(4, 4), backend="eager")
     torch._dynamo.utils.counters.clear()
-    with StorageTracker(CountingAllocator(None)) as meter:
+    with StorageTracker(Allocator(None)) as meter:
         for size in (2, 3):
             model(torch.ones(size, 4)).sum().backward()
         assert meter.stats().peak_allocated_bytes > 0

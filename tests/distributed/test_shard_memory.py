@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from autobatch import InputError
-from autobatch.device.allocator import CountingAllocator
+from autobatch.device.allocator import Allocator
 from autobatch.device.trace import Trace, replay
 from autobatch.device.tracker import StorageTracker
 from autobatch.distributed.shard import fake_ranks, shard, sharding_alone
@@ -61,7 +61,7 @@ def take_steps(
 
 def peak_of(trace: Trace) -> tuple[int, int]:
     """Return the most bytes that lived at a time, and the number of events."""
-    return replay(trace, CountingAllocator()).peak_allocated_bytes, len(trace.events)
+    return replay(trace, Allocator()).peak_allocated_bytes, len(trace.events)
 
 
 def real(precision: Any) -> tuple[int, int]:
@@ -74,7 +74,7 @@ def real(precision: Any) -> tuple[int, int]:
     for part in sharded.parts():
         part.set_custom_all_gather(Patient(DefaultAllGather()))
         part.set_custom_reduce_scatter(Patient(DefaultReduceScatter()))
-    meter = StorageTracker(CountingAllocator())
+    meter = StorageTracker(Allocator())
     with meter:
         meter.mark("setup")
         meter.count([*model.parameters(), *model.buffers()])
@@ -114,7 +114,7 @@ def alone(precision: Any) -> tuple[list[int], float]:
     setup = replace(setup, precision=precision, sharding=sharding_alone(2, "cpu"))
     peaks = []
     for steps in (STEPS, (1, 5)):
-        meter = StorageTracker(CountingAllocator())
+        meter = StorageTracker(Allocator())
         with meter, on_copies(setup, meter) as train_state:
             loss = take_steps(train_state, steps, setup.worst_case.batch, meter)
         peaks.append(peak_of(meter.trace().canonical())[0])

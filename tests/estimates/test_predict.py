@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator import CountingAllocator
+from autobatch.device.allocator import Allocator
 from autobatch.device.trace import replay
 from autobatch.estimates.footprints import MARGIN, footprint
 from autobatch.estimates.gpus import Spending, gpu_allocator
@@ -29,15 +29,15 @@ from tests.support.step_workloads import (
 BUDGET = 30 * MiB
 
 
-def counting(limit: int | None, is_expandable: bool) -> CountingAllocator:
+def counting(limit: int | None, is_expandable: bool) -> Allocator:
     del is_expandable
-    return CountingAllocator(limit)
+    return Allocator(limit)
 
 
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "transformer"])
 def test_the_largest_on_the_cpu_is_the_largest_that_runs(name) -> None:
     step = footprint(traced_step(setup(WORKLOADS[name]())))
-    budget = 100 + replay(step.program.at(23), CountingAllocator()).peak_allocated_bytes
+    budget = 100 + replay(step.program.at(23), Allocator()).peak_allocated_bytes
     size, peak = Spending(budget, counting, 1000).largest(step)
     made = setup(WORKLOADS[name](), budget=budget)
     ran = attempt(made, size).attempt
@@ -54,8 +54,7 @@ def test_a_prediction_is_an_interval_around_its_answer() -> None:
     assert 0 < found.low < found.micro_batch <= found.high
     assert found.outcome.peak_allocated_bytes <= found.outcome.peak_reserved_bytes <= 256 * MiB
     peaks = [
-        replay(step.program.at(m), CountingAllocator()).peak_allocated_bytes
-        for m in (found.high, found.high + 1)
+        replay(step.program.at(m), Allocator()).peak_allocated_bytes for m in (found.high, found.high + 1)
     ]
     assert peaks[0] <= 256 * MiB < peaks[1]
     less = Spending(int(256 * MiB * (1 - MARGIN)), gpu_allocator, 10**6)

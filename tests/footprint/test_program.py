@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.units import KiB, MiB
-from autobatch.device.allocator import CachingAllocator, CountingAllocator
+from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import FREE, Trace, replay
 from autobatch.footprint import program as fittings
 from autobatch.footprint.program import Fitting, Program, Untraceable, rule_through
@@ -116,7 +116,7 @@ def test_the_largest_size_is_the_largest_of_all_that_fit_in_a_replay(recipe, cap
     program = Program.fit([(m, trace_of(recipe, m)) for m in (2, 3)])
 
     def new_allocator():
-        return CachingAllocator(budget * MiB) if caches else CountingAllocator(budget * MiB)
+        return CachingAllocator(budget * MiB) if caches else Allocator(budget * MiB)
 
     fits = [m for m in range(1, cap + 1) if replay(program.at(m), new_allocator()).fits]
     assert Fitting([program], new_allocator).largest(cap) == max(fits, default=0)

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.records import LimitedBy, Probe
-from autobatch.device.allocator import CachingAllocator, CountingAllocator
+from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import FREE, Trace, replay
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.search.probe import FAR, FIRST, Limit, find_largest
@@ -30,7 +30,7 @@ def lines(pairs) -> list:
 def find(run: Machine | Callable[[int], Outcome], cap: int, **more: Any) -> Limit:
     run = run.run if isinstance(run, Machine) else run
     caps: dict[LimitedBy, int] = {"max_micro_batch": cap}
-    return find_largest(run, caps, more.pop("new_allocator", lambda: CountingAllocator(BUDGET)), **more)
+    return find_largest(run, caps, more.pop("new_allocator", lambda: Allocator(BUDGET)), **more)
 
 
 def answer(found: Limit) -> tuple[int, str | None]:
@@ -250,7 +250,7 @@ def test_known_programs_that_agree_with_a_run_end_the_search_under_any_budget(bu
     run = machine.run
     if budget > BUDGET:
         run = lambda size: outcome_of(size, True, machine.memory(size), machine.trace(size))  # noqa: E731
-    found = find(run, 1000, known=known, new_allocator=lambda: CountingAllocator(budget))
+    found = find(run, 1000, known=known, new_allocator=lambda: Allocator(budget))
     assert (*answer(found), found.probe.source) == (largest, "replay", "saved 2026-11-20")
     assert len(found.probe.attempts) == 1
 
