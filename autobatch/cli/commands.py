@@ -145,7 +145,7 @@ def doctor(words: list[str]) -> Answer:
 
     from autobatch.device.cuda import visible_gpus
     from autobatch.device.host import cpu_name, host_memory
-    from autobatch.device.nvml import NvmlAbsent, read_gpus
+    from autobatch.device.nvml import read_gpus
     from autobatch.report.tables import folded
 
     shown, has_cuda, built_for = read_gpus(), torch.cuda.is_available(), torch.version.cuda
@@ -154,9 +154,9 @@ def doctor(words: list[str]) -> Answer:
         missing.append("CUDA: torch was built without it, so training runs on the CPU or on sim:PROFILE")
     elif not has_cuda:
         missing.append("a CUDA GPU that torch can use: check the driver and CUDA_VISIBLE_DEVICES")
-    nvml: dict[str, Any] = {"available": not isinstance(shown, NvmlAbsent)}
-    if isinstance(shown, NvmlAbsent):
-        nvml["reason"] = shown.reason
+    nvml: dict[str, Any] = {"available": not isinstance(shown, str)}
+    if isinstance(shown, str):
+        nvml["reason"] = shown
         missing.append("NVML: the processes that hold memory of a GPU are unknown")
     else:
         nvml["gpus"] = msgspec.to_builtins(shown)

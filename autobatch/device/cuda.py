@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,13 +28,11 @@ from autobatch.core.units import MiB, format_bytes
 from autobatch.device import nvml
 from autobatch.device.allocator import AllocatorConfig, MemoryStats
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
-from autobatch.device.oom import first_line, is_oom, lost_context_ignored
+from autobatch.device.oom import first_line, is_oom
 from autobatch.device.trace import Trace, trace_of
 
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
-    from autobatch.device.allocator import MemoryStats
-
 
 MOST_EVENTS = 300_000
 """Most events of a recording. A longer one would lack its beginning. 25,000 are usual, and a snapshot makes a
@@ -42,32 +40,9 @@ Python object of each."""
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of the allocator's options. The first that is set counts, even if empty
 (c10/core/AllocatorConfig.cpp)."""
-_UNMODELLED = (
-    "max_split_size_mb",
-    "roundup_power2_divisions",
-    "roundup_bypass_threshold_mb",
-    "garbage_collection_threshold",
-    "large_segment_size_mb",
-    "max_non_split_rounding_mb",
-)
-"""Options that change where the allocator puts blocks (c10/core/AllocatorConfig.h, torch 2.13)."""
 TAKES_LOWEST = torch.__version__ < "2.13"
 """True if the lowest of equal blocks comes first, so that the order of the driver's segments counts. From
 2.13 on, it is that of the oldest segment, wherever the driver has put it."""
-
-
-@contextmanager
-def capped(index: int, *, limit_bytes: int, total_bytes: int) -> Iterator[None]:
-    """Cap the allocator of a GPU within the block, then restore the former cap."""
-    before = torch.cuda.get_per_process_memory_fraction(index)
-    torch.cuda.set_per_process_memory_fraction(fraction_of(limit_bytes, total_bytes), index)
-    try:
-        yield
-    finally:
-        with lost_context_ignored():
-            # A cap that was set in bytes is the smallest fraction that allows them.
-            before = fraction_of(round(before * total_bytes), total_bytes)
-            torch.cuda.set_per_process_memory_fraction(before, index)
 
 
 def fraction_of(limit_bytes: int, total_bytes: int) -> float:
@@ -97,8 +72,8 @@ def allocator_options(environ: Mapping[str, str]) -> str:
 
 
 def unmodelled_options(environ: Mapping[str, str]) -> list[str]:
-    """Return the options in the environment with which `autobatch.device.allocator` is another allocator."""
-    return re.findall(rf"\b({'|'.join(_UNMODELLED)})(?=:)", allocator_options(environ))
+    """Return the options in the environment that `autobatch.device.allocator` does not know."""
+    return re.findall(r"\b(?!expandable_segments)[a-z]\w*(?=:)", allocator_options(environ))
 
 
 def free_workspaces() -> None:
@@ -111,16 +86,6 @@ def free_workspaces() -> None:
             getattr(module, name)()
 
 
-@contextmanager
-def recording() -> Iterator[None]:
-    """Record the events of the allocator within the block, without stacks, which cost more than they do."""
-    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
-    try:
-        yield
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
 class CudaMeter(Meter):
     """Readings of one session on a GPU. Peaks and retries count from its beginning.
 
@@ -129,7 +94,7 @@ class CudaMeter(Meter):
         records: Whether the session is recorded.
     """
 
-    def __init__(self, index: int, *, waits: bool = False, records: bool = False) -> None:
+    def __init__(self, index: int, *, waits: bool, records: bool) -> None:
         self._index, self._waits, self._records = index, waits, records
         torch.cuda.reset_peak_memory_stats(index)
         # The flat dictionary takes 15 times as long, and a loop reads after every step.
@@ -230,12 +195,17 @@ class CudaDevice(Device):
 
     def __init__(self, *, index: int, memory_budget: str | int | None) -> None:
         _require_usable(index)
-        with _opening(index):
-            gpu = torch.cuda.get_device_properties(index)
-            self._index, self._uuid = index, str(gpu.uuid)
-            before = nvml.read_gpu(self._uuid)
+        gpu = torch.cuda.get_device_properties(index)
+        self._index, self._uuid = index, str(gpu.uuid)
+        before = nvml.read_gpu(self._uuid)
+        try:
             torch.cuda.synchronize(index)
             self._falls = TAKES_LOWEST and segments_fall(index)
+        except RuntimeError as error:
+            raise (DoesNotFitError if is_oom(error) else InputError)(
+                f"cuda:{index} cannot be opened: {first_line(error)}; look at its processes, its state and "
+                "its compute mode with nvidia-smi, or choose another GPU with --device cuda:N"
+            ) from error
         after = nvml.read_gpu(self._uuid)
         self._held_bytes: int | None = None
         """What the process held when the session began; None outside of sessions."""
@@ -243,7 +213,7 @@ class CudaDevice(Device):
         self.compute_capability = (gpu.major, gpu.minor)
         self._context_bytes = max(0, _used(after) - _used(before))
         """Memory of the CUDA context; 0 if it was there before, or if unknown."""
-        notes = [f"no figures from NVML: {after.reason}"] if isinstance(after, nvml.NvmlAbsent) else []
+        notes = [f"no figures from NVML: {after}"] if isinstance(after, str) else []
         self._unmodelled = unmodelled_options(os.environ)
         if self._unmodelled:
             notes.append(f"{', '.join(self._unmodelled)} of the allocator: predictions come from peaks alone")
@@ -281,7 +251,7 @@ class CudaDevice(Device):
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""
         record, gpu = super().describe(), nvml.read_gpu(self._uuid)
-        if isinstance(gpu, nvml.NvmlAbsent) or gpu.used_bytes is None:
+        if isinstance(gpu, str) or gpu.used_bytes is None:
             return record
         # In a container NVML lists this process by an id of the host, or not at all.
         listed = sum(holder.used_bytes or 0 for holder in gpu.holders if holder.pid == os.getpid())
@@ -298,16 +268,13 @@ class CudaDevice(Device):
         # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
         free_workspaces()
         self.release()
-        records = not self._unmodelled
-        with self._session(), recording() if records else nullcontext():
-            yield CudaMeter(self._index, waits=True, records=records)
+        with self._session(waits=True, records=not self._unmodelled) as meter:
+            yield meter
         free_workspaces()
 
-    @contextmanager
-    def training(self) -> Iterator[CudaMeter]:
+    def training(self) -> AbstractContextManager[CudaMeter]:
         """Cap the allocator at the budget within the block, and keep its cache."""
-        with self._session():
-            yield CudaMeter(self._index)
+        return self._session(waits=False, records=False)
 
     def budgeted(self, budget_bytes: int) -> CudaDevice:
         """Return the same GPU with the budget of a probe, or with as much of it as is free.
@@ -335,7 +302,7 @@ class CudaDevice(Device):
     def release(self) -> None:
         """Return cached segments to the driver; call it outside of any ``except`` block."""
         super().release()
-        with lost_context_ignored():
+        with suppress(torch.AcceleratorError):  # a lost context has raised its error already
             torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
@@ -343,15 +310,29 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self._index)
 
     @contextmanager
-    def _session(self) -> Iterator[None]:
-        before, self._held_bytes = self._held_bytes, torch.cuda.memory_allocated(self._index)
-        cap = capped(self._index, limit_bytes=self.budget_bytes, total_bytes=self._total_bytes)
+    def _session(self, *, waits: bool, records: bool) -> Iterator[CudaMeter]:
+        """Cap the allocator at the budget within the block, and record its events if asked for."""
+        held, self._held_bytes = self._held_bytes, torch.cuda.memory_allocated(self._index)
+        before = torch.cuda.get_per_process_memory_fraction(self._index)
         try:
+            self._cap(self.budget_bytes)
+            if records:
+                # Without stacks, which cost more than the events.
+                torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
             # Code of the user and Triton's kernels run on the current GPU, and events record its stream.
-            with torch.cuda.device(self._index), cap:
-                yield
+            with torch.cuda.device(self._index):
+                yield CudaMeter(self._index, waits=waits, records=records)
         finally:
-            self._held_bytes = before
+            self._held_bytes = held
+            with suppress(torch.AcceleratorError):  # a lost context has raised its error already
+                if records:
+                    torch.cuda.memory._record_memory_history(enabled=None)
+                self._cap(round(before * self._total_bytes))
+
+    def _cap(self, limit_bytes: int) -> None:
+        """Cap the allocator at the smallest fraction of the memory that allows so many bytes."""
+        fraction = fraction_of(limit_bytes, self._total_bytes)
+        torch.cuda.set_per_process_memory_fraction(fraction, self._index)
 
 
 def _require_usable(index: int) -> None:
@@ -371,22 +352,5 @@ def _require_usable(index: int) -> None:
         )
 
 
-@contextmanager
-def _opening(index: int) -> Iterator[None]:
-    """Name the reason why the CUDA context of a GPU is not created within the block."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_oom(error):
-            raise DoesNotFitError(
-                f"cuda:{index} has no memory for a CUDA context: end other processes that use it, "
-                "which `autobatch doctor` lists, or choose another GPU with --device cuda:N"
-            ) from error
-        raise InputError(
-            f"cuda:{index} cannot be opened: {first_line(error)}; look at its processes, its state and "
-            "its compute mode with nvidia-smi, or choose another GPU with --device cuda:N"
-        ) from error
-
-
-def _used(gpu: nvml.NvmlGpu | nvml.NvmlAbsent) -> int:
-    return 0 if isinstance(gpu, nvml.NvmlAbsent) else gpu.used_bytes or 0
+def _used(gpu: nvml.NvmlGpu | str) -> int:
+    return 0 if isinstance(gpu, str) else gpu.used_bytes or 0

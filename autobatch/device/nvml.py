@@ -1,7 +1,7 @@
 """NVML: free memory of GPUs, and the processes that hold the rest. Only this module imports pynvml.
 
-It is optional: a failure becomes an `NvmlAbsent`, and a figure that a GPU does not report None. NVML ignores
-``CUDA_VISIBLE_DEVICES``, so GPUs are named by UUID. Sizes are bytes.
+It is optional: a failure is answered with its reason, and a figure that a GPU does not report is None. NVML
+ignores ``CUDA_VISIBLE_DEVICES``, so GPUs are named by UUID. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,8 @@ class NvmlGpu(Record, frozen=True, kw_only=True):
     """Those processes, this one included, largest first, by the host's process ids."""
 
 
-class NvmlAbsent(Record, frozen=True, kw_only=True):
-    """A missing reading, which is no error."""
-
-    reason: str
-
-
-def read_gpus() -> list[NvmlGpu] | NvmlAbsent:
-    """List the GPUs that the driver shows, which may be more than torch may use."""
+def read_gpus() -> list[NvmlGpu] | str:
+    """List the GPUs that the driver shows, which may be more than torch may use; else return the reason."""
 
     def read(nvml: Any) -> list[NvmlGpu]:
         return [_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(at)) for at in range(nvml.nvmlDeviceGetCount())]
@@ -44,8 +38,8 @@ def read_gpus() -> list[NvmlGpu] | NvmlAbsent:
     return _ask(read)
 
 
-def read_gpu(uuid: str) -> NvmlGpu | NvmlAbsent:
-    """Read a GPU, or a MIG slice, by its UUID without prefix, as torch has it."""
+def read_gpu(uuid: str) -> NvmlGpu | str:
+    """Read a GPU, or a MIG slice, by its UUID without prefix, as torch has it; else return the reason."""
 
     def read(nvml: Any) -> NvmlGpu:
         handle = _or_none(nvml.nvmlDeviceGetHandleByUUID, f"MIG-{uuid}")
@@ -58,7 +52,7 @@ def read_gpu(uuid: str) -> NvmlGpu | NvmlAbsent:
     return _ask(read)
 
 
-def _ask(question: Callable[[Any], T]) -> T | NvmlAbsent:
+def _ask(question: Callable[[Any], T]) -> T | str:
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -67,7 +61,7 @@ def _ask(question: Callable[[Any], T]) -> T | NvmlAbsent:
         finally:
             _or_none(nvml.nvmlShutdown)
     except Exception as error:  # another module of that name may raise anything
-        return NvmlAbsent(reason=f"NVML: {error_text(error)}")
+        return f"NVML: {error_text(error)}"
 
 
 def _gpu(nvml: Any, handle: Any) -> NvmlGpu:

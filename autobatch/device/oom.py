@@ -126,19 +126,6 @@ def loses_context(error: BaseException) -> bool:
 
 
 @contextmanager
-def lost_context_ignored() -> Iterator[None]:
-    """Ignore within the block that the context of a GPU is lost.
-
-    Use it to clean up: every call fails once the context is lost, and the first error is the one to report.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not _is_dead(error):
-            raise
-
-
-@contextmanager
 def memory_named(doing: str) -> Iterator[None]:
     """Turn an out-of-memory error within the block into an error that says what memory did not suffice for.
 

@@ -51,7 +51,7 @@ def _unused_gpu_notes(environ: Mapping[str, str]) -> list[str]:
     """Return a note if the driver shows a GPU that torch cannot use; nothing if the environment hides it."""
     gpus = nvml.read_gpus()
     is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if is_hidden or isinstance(gpus, nvml.NvmlAbsent) or not gpus:
+    if is_hidden or isinstance(gpus, str) or not gpus:
         return []
     return [
         f"this runs on the CPU: the driver shows {gpus[0].name or 'a GPU'}, which torch {torch.__version__}, "

@@ -6,15 +6,13 @@ import ctypes
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from autobatch.device.oom import lost_context_ignored
 
 MT19937_BYTES = 4 * (624 + 1)
 """Size of NumPy's Mersenne Twister: 624 words and the place in them (numpy/random/src/mt19937/mt19937.h)."""
@@ -73,7 +71,7 @@ def restore_random_state(state: RandomState) -> None:
     np.random.set_state((kind, np.asarray(words, np.uint32), *place))
     torch.set_rng_state(state.torch)
     if state.cuda:
-        with lost_context_ignored():
+        with suppress(torch.AcceleratorError):  # a lost context has raised its error already
             torch.cuda.set_rng_state_all(state.cuda)
 
 

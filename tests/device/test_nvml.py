@@ -68,7 +68,7 @@ def test_the_gpus_and_who_holds_their_memory(driver: SimpleNamespace) -> None:
 
 def test_a_mig_slice_is_a_gpu_of_its_own(driver: SimpleNamespace) -> None:
     driver.nvmlDeviceGetMigMode = lambda gpu: [gpu == "GPU-b", 1]
-    assert "split by MIG" in nvml.read_gpu("b").reason
+    assert "split by MIG" in nvml.read_gpu("b")
     driver.nvmlDeviceGetHandleByUUID = {"MIG-b": "GPU-a", "GPU-b": "GPU-b"}.__getitem__
     assert nvml.read_gpu("b").name == "Alpha"
 
@@ -92,7 +92,7 @@ def test_a_figure_that_cannot_be_read_is_none(
 
 def test_an_error_of_the_driver_becomes_a_reason(driver: SimpleNamespace, monkeypatch) -> None:
     driver.nvmlDeviceGetHandleByIndex = failing
-    assert "the driver is lost" in nvml.read_gpus().reason
+    assert "the driver is lost" in nvml.read_gpus()
     assert not driver.is_open
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "pynvml" in nvml.read_gpus().reason
+    assert "pynvml" in nvml.read_gpus()
