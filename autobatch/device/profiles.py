@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import msgspec
 import platformdirs
 
 from autobatch.core.errors import InputError
-from autobatch.core.files import UNREADABLE, read_toml, write_atomic
+from autobatch.core.files import UNREADABLE, read_toml
 from autobatch.core.text import error_text, quoted
 from autobatch.core.units import MiB
 
@@ -100,14 +99,8 @@ def profile_file(name_or_path: str) -> Path | Traversable:
         return path
     if name_or_path in known:
         return known[name_or_path]
-    asked = name_or_path.casefold().replace(" ", "-")
-    longer = [name for name in sorted(known) if name.startswith(f"{asked}-")]
-    near = longer or difflib.get_close_matches(asked, sorted(known), n=1)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise InputError(
-        f"no profile {quoted(name_or_path)}: {hint}known are {', '.join(sorted(known)) or 'none'}; or give "
-        "the path of a TOML file"
-    )
+    names = ", ".join(sorted(known)) or "none"
+    raise InputError(f"no profile {quoted(name_or_path)}: known are {names}; or give the path of a TOML file")
 
 
 def list_profiles() -> list[HardwareProfile]:
@@ -119,20 +112,6 @@ def data_home(environ: Mapping[str, str]) -> Path:
     """Return the data directory of autobatch: ``AUTOBATCH_HOME``, else the user's data directory."""
     chosen = environ.get("AUTOBATCH_HOME")
     return Path(chosen).expanduser() if chosen else Path(platformdirs.user_data_dir("autobatch"))
-
-
-def save_or_explain(path: Path, content: bytes) -> Path:
-    """Write a file of the data directory atomically, and return its path.
-
-    Raises:
-        InputError: The file is not writable. The message names it, and ``AUTOBATCH_HOME``.
-    """
-    try:
-        return write_atomic(path, content)
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written: {error.strerror or error}; set AUTOBATCH_HOME to a writable directory"
-        ) from error
 
 
 def _shipped() -> dict[str, Path | Traversable]:

@@ -21,11 +21,10 @@ from typing import Annotated
 import msgspec
 
 from autobatch.core.errors import InputError
-from autobatch.core.files import UNREADABLE, read_json
+from autobatch.core.files import UNREADABLE, read_json, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.text import printable
 from autobatch.core.version import __version__
-from autobatch.device.profiles import save_or_explain
 from autobatch.footprint.program import Program
 from autobatch.rehearsal.setup import KeyValue
 
@@ -75,10 +74,14 @@ def keep(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         packed=zlib.compress(msgspec.msgpack.encode(programs)) if programs else b"",
     )
+    file = path_of(key, home)
     try:
-        return save_or_explain(path_of(key, home), msgspec.json.encode(limit) + b"\n")
-    except InputError as error:
-        progress.note(f"the limit was not saved: {error}")
+        return write_atomic(file, msgspec.json.encode(limit) + b"\n")
+    except OSError as error:
+        progress.note(
+            f"the limit was not saved: {file} cannot be written: {error.strerror or error}; set "
+            "AUTOBATCH_HOME to a writable directory"
+        )
         return None
 
 

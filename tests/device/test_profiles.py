@@ -12,7 +12,7 @@ import pytest
 from autobatch import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.units import GiB, MiB
-from autobatch.device.profiles import data_home, list_profiles, load_profile, save_or_explain
+from autobatch.device.profiles import data_home, list_profiles, load_profile
 
 SHIPPED = sorted((Path(__file__).parents[2] / "profiles").glob("*.toml"))
 WHOLE = (SHIPPED[0].parent / "t4.toml").read_text(encoding="utf-8")
@@ -32,18 +32,9 @@ def test_the_shipped_profiles_are_whole_and_sane():
                 assert {*hosts} <= {"developer.nvidia.com", "github.com"}, "no maker, and no log of a GPU"
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ("rtx4090", r"no profile 'rtx4090': did you mean 'rtx-4090'\?.*a100-40gb, .*t4"),
-        ("RTX 4090", "'rtx-4090'"),
-        ("a100", "'a100-40gb' or 'a100-80gb'"),
-        ("nowhere/t4.toml", "no profile 'nowhere/t4.toml'.*path of a TOML file"),
-    ],
-)
-def test_an_unknown_name_lists_the_nearest_and_all(asked, message):
-    with pytest.raises(InputError, match=message):
-        load_profile(asked)
+def test_an_unknown_name_lists_all():
+    with pytest.raises(InputError, match=r"no profile 'rtx4090': .*rtx-4090, .*path of a TOML file"):
+        load_profile("rtx4090")
 
 
 @pytest.mark.parametrize(
@@ -73,9 +64,6 @@ def test_profiles_are_shipped_in_the_package_and_not_beside_an_installed_one(tmp
     assert [profile.name for profile in list_profiles()] == [file.stem for file in SHIPPED]
 
 
-def test_the_home_is_chosen_by_the_environment_and_named_if_it_is_not_writable(tmp_path):
+def test_the_home_is_chosen_by_the_environment(tmp_path):
     assert data_home({"AUTOBATCH_HOME": str(tmp_path)}) == tmp_path
     assert data_home({"AUTOBATCH_HOME": ""}).name == data_home({}).name == "autobatch"
-    home = write_atomic(tmp_path / "file", b"") / "home"  # below a file, where even root cannot write
-    with pytest.raises(InputError, match=rf"{home.name}.* cannot be written: .*AUTOBATCH_HOME"):
-        save_or_explain(home / "limit", b"")
