@@ -19,7 +19,7 @@ from torch import nn
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
-from autobatch.device.allocator import Allocator, AllocatorConfig, MemoryStats, new_allocator
+from autobatch.device.allocator import AllocatorConfig, MemoryStats
 
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
@@ -108,6 +108,8 @@ class Device(ABC):
     """True if ``torch.compile`` is worth trying unasked. On the CPU it rarely pays for its time."""
     compiler_missing: ClassVar[str | None] = None
     """Why ``torch.compile`` compiles nothing here, in words; None if it does."""
+    optimizer_implementations: ClassVar[tuple[str, ...]] = ("default", "foreach", "fused")
+    """The implementations of an optimizer that differ here."""
 
     torch_device = torch.device("cpu")
     """Device of the tensors."""
@@ -125,10 +127,6 @@ class Device(ABC):
         """Settings of its caching allocator; None if it caches nothing."""
         return None
 
-    def new_allocator(self) -> Allocator:
-        """Return an empty model of its allocator, limited to the budget, to replay events in."""
-        return new_allocator(self.allocator_config, self.budget_bytes)
-
     def native_precisions(self) -> tuple[Precision, ...]:
         """Return the precisions that it computes in without emulation, the fastest first on a GPU.
 
@@ -138,10 +136,6 @@ class Device(ABC):
         capabilities = torch.cpu.get_capabilities()
         native = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_tile"))
         return ("fp32", "bf16") if native else ("fp32",)
-
-    def optimizer_implementations(self) -> tuple[str, ...]:
-        """Return the implementations of an optimizer that differ here, ``default`` first."""
-        return ("default", "foreach", "fused")
 
     def describe(self) -> DeviceRecord:
         """Read the machine anew and return name, total, budget and the other processes that hold memory."""

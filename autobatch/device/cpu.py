@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import msgspec
-
 from autobatch.core.errors import InputError
-from autobatch.core.records import DeviceRecord
 from autobatch.core.units import parse_budget
-from autobatch.device.allocator import Allocator, AllocatorConfig
+from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
-from autobatch.device.host import HostMemory, cpu_name, host_memory
+from autobatch.device.host import HostMemory, cpu_name
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.tracker import StorageTracker
 
@@ -28,9 +25,9 @@ class CpuDevice(Device):
     """The CPU, with a budget of host memory for tensors. It is counted while a probe runs, not in training.
 
     Args:
+        memory: Memory that it may use.
         memory_budget: Taken literally: a size, or a share of the total such as ``"80%"``. None for the
             available memory less a headroom.
-        memory: Memory of the host. None to read it from the system.
         notes: For the description.
 
     Raises:
@@ -41,13 +38,8 @@ class CpuDevice(Device):
     kind = "cpu"
 
     def __init__(
-        self,
-        *,
-        memory_budget: str | int | None = None,
-        memory: HostMemory | None = None,
-        notes: Sequence[str] = (),
+        self, memory: HostMemory, memory_budget: str | int | None = None, *, notes: Sequence[str] = ()
     ) -> None:
-        memory = host_memory() if memory is None else memory
         if memory.total_bytes is not None and memory.available_bytes is not None:
             budget = resolve_budget(
                 memory_budget,
@@ -66,11 +58,9 @@ class CpuDevice(Device):
         total_bytes = budget[0] if memory.total_bytes is None else memory.total_bytes
         super().__init__(budget, name=cpu_name(), total_bytes=total_bytes, notes=notes)
 
-    @contextmanager
-    def enforced(self) -> Iterator[Meter]:
+    def enforced(self) -> AbstractContextManager[Meter]:
         """Raise ``torch.OutOfMemoryError`` over the budget within the block."""
-        with StorageTracker(self.new_allocator()) as tracker:
-            yield tracker
+        return StorageTracker(Allocator(self.budget_bytes))
 
     def training(self) -> AbstractContextManager[Meter]:
         """Count nothing within the block."""
@@ -114,10 +104,6 @@ class SimulatedDevice(Device):
         )
         self._session: Allocator | None = None
 
-    def describe(self) -> DeviceRecord:
-        """Return name, total and budget of the GPU, on which no other process runs."""
-        return msgspec.structs.replace(super().describe(), other_processes_bytes=0)
-
     def enforced(self) -> AbstractContextManager[Meter]:
         """Start with an empty cache, and raise ``torch.OutOfMemoryError`` over the budget in the block."""
         return self._tracked(record=True)
@@ -134,7 +120,7 @@ class SimulatedDevice(Device):
 
     @contextmanager
     def _tracked(self, *, record: bool) -> Iterator[StorageTracker]:
-        outer, self._session = self._session, self.new_allocator()
+        outer, self._session = self._session, CachingAllocator(self.budget_bytes, self.allocator_config)
         try:
             with StorageTracker(self._session, name="CUDA", record=record) as tracker:
                 yield tracker

@@ -191,6 +191,7 @@ class CudaDevice(Device):
 
     kind = "cuda"
     gains_from_compile = True
+    optimizer_implementations = ("default", "fused")  # the default is ``foreach``
     compute_capability: tuple[int, int]
 
     def __init__(self, *, index: int, memory_budget: str | int | None) -> None:
@@ -243,10 +244,6 @@ class CudaDevice(Device):
         if self.compute_capability >= (8, 0):
             return ("bf16", "fp32")
         return ("fp32", "fp16") if self.compute_capability >= (7, 0) else ("fp32",)
-
-    def optimizer_implementations(self) -> tuple[str, ...]:
-        """Return ``default`` and ``fused``: the default is ``foreach`` on a GPU."""
-        return ("default", "fused")
 
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""

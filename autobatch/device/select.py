@@ -38,12 +38,11 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
                 available_bytes=share, source=f"{memory.source}, shared by {ranks} ranks"
             )
         notes = _unused_gpu_notes(environ) if spec == "auto" else []
-        return CpuDevice(memory_budget=memory_budget, memory=memory, notes=notes)
+        return CpuDevice(memory, memory_budget, notes=notes)
     if kind == "cuda" and (not which or which.isdecimal()):
         return CudaDevice(index=int(which or 0), memory_budget=memory_budget)
     if kind == "sim" and which:
-        profile = load_profile(which)
-        return SimulatedDevice(profile, memory_budget=memory_budget)
+        return SimulatedDevice(load_profile(which), memory_budget)
     raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
 
 

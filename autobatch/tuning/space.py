@@ -131,7 +131,7 @@ def _implementations(setup: Setup) -> tuple[str, ...]:
     ):
         return ("default",)
     is_fusible = all(type(optimizer) in FUSED for optimizer in made)
-    return tuple(name for name in setup.device.optimizer_implementations() if name != "fused" or is_fusible)
+    return tuple(name for name in setup.device.optimizer_implementations if name != "fused" or is_fusible)
 
 
 def _fetch_seconds(setup: Setup, size: int) -> float:

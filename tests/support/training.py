@@ -162,7 +162,7 @@ def make_loop(
     **fields: Any,
 ) -> Loop:
     """Build a loop as ``fit`` does, with everything drawn from the seed. Fields are its own or its steps'."""
-    device = fields.pop("device", None) or CpuDevice(memory_budget="1GiB")
+    device = fields.pop("device", None) or CpuDevice(HOST, "1GiB")
     settings = {each.name: fields.pop(each.name) for each in SETTINGS if each.name in fields}
     train_state = train_state_of(workload, seed=seed, device=device.torch_device, **settings)
     samples: Any = workload.train_data
@@ -186,7 +186,7 @@ def make_setup(
     return Setup(
         workload=workload,
         model=workload.model(),
-        device=device or CpuDevice(memory_budget=budget, memory=HOST),
+        device=device or CpuDevice(HOST, budget),
         worst_case=WorstCaseSampler(workload),
         **{"precision": "fp32", **fields},
     )

@@ -33,7 +33,7 @@ def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             native_precisions=lambda: known["precisions"],
             compiler_missing=known["compiler"],
             gains_from_compile=known["gains"],
-            optimizer_implementations=lambda: known["optimizers"],
+            optimizer_implementations=known["optimizers"],
         )
         monkeypatch.setattr("autobatch.tuning.space.usable_cores", lambda: known["cores"])
         data = Rows(torch.randn(*known["images"]), torch.zeros(8, dtype=torch.long))
