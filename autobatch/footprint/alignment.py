@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from autobatch.device.trace import FREE, Trace
-from autobatch.footprint.program import Polynomial, Program, Untraceable, polynomial_through
+from autobatch.footprint.program import Polynomial, Program, Untraceable, block_sizes, polynomial_through
 
 MOST_APART, LEAST_APART = 0.25, 16
 """Share and number of blocks that one of two traces may have alone. A sum of gradients takes two more
@@ -76,10 +76,7 @@ def align(points: Sequence[Sized]) -> Aligned:
         if rule is None:
             unpaired.add(block)
         rules.append(rule or Polynomial(size))
-    events = ((block, None if size == FREE else rules[block]) for block, size in last.trace.events)
-    trace = last.trace
-    program = Program(tuple(events), trace.marks, trace.modules, trace.releases, trace.streams)
-    return Aligned(program, frozenset(unpaired))
+    return Aligned(Program(last.trace, tuple(rules)), frozenset(unpaired))
 
 
 def _rule(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
@@ -158,11 +155,6 @@ def _walk_back(history: Sequence[dict[int, int]], n: int, m: int) -> Iterator[tu
             x, y = x - 1, y - 1
             yield x, y
         x, y = (x, y - 1) if down else (x - 1, y)
-
-
-def block_sizes(trace: Trace) -> list[int]:
-    """Return the size of each block, by its number."""
-    return [size for _, size in trace.events if size != FREE]
 
 
 def _lives(trace: Trace) -> list[int]:

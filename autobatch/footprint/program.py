@@ -12,7 +12,7 @@ fragmentation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
 from math import gcd
@@ -58,16 +58,14 @@ class Polynomial(NamedTuple):
 class Program:
     """A trace whose sizes follow rules in the micro-batch, made by `fit`."""
 
-    events: tuple[tuple[int, Polynomial | None], ...]
-    """``(block, size)`` for an allocation, ``(block, None)`` for a free."""
-    marks: tuple[tuple[int, str], ...]
-    modules: tuple[tuple[int, str], ...] = ()
-    releases: tuple[int, ...] = ()
-    streams: tuple[int, ...] = ()
+    trace: Trace
+    """The canonical trace of one micro-batch."""
+    rules: tuple[Polynomial, ...]
+    """The size of each block, by its number."""
 
     @classmethod
     def fit(cls, points: Sequence[tuple[int, Trace]]) -> Self:
-        """Fit a program to traces at different micro-batches.
+        """Fit a program to traces at two or more different micro-batches.
 
         Args:
             points: ``(micro-batch, trace)``. Two give affine sizes, three or more quadratic ones; else sizes
@@ -76,22 +74,16 @@ class Program:
 
         Raises:
             Untraceable: the traces differ in more than sizes, or three sizes follow no such rule.
-            ValueError: fewer than two different micro-batches.
         """
-        sizes_of = [m for m, _ in points]
-        if len(set(sizes_of)) != len(points) or len(points) < 2:
-            raise ValueError(f"a fit needs two or more different micro-batches, not {sizes_of}")
+        sizes = [m for m, _ in points]
         traces = [trace.canonical() for _, trace in points]
-        _check_structure(sizes_of, traces)
-        rule_of = cache(partial(rule_through, sizes_of))
-        events: list[tuple[int, Polynomial | None]] = []
-        for column in zip(*(trace.events for trace in traces), strict=True):
-            block, size = column[0]
-            events.append((block, None if size == FREE else rule_of(tuple(size for _, size in column))))
+        if len(set(map(structure_of, traces))) > 1:
+            raise Untraceable(f"the events at micro-batches {sizes} differ in more than sizes")
+        rule_of = cache(partial(rule_through, sizes))
+        rules = tuple(map(rule_of, zip(*map(block_sizes, traces), strict=True)))
         # Of a cache that has nothing to free there is no event.
         releases = {position for trace in traces for position in trace.releases}
-        first = traces[0]
-        return cls(tuple(events), first.marks, first.modules, tuple(sorted(releases)), first.streams)
+        return cls(replace(traces[0], releases=tuple(sorted(releases))), rules)
 
     def at(self, m: int, *, since: int | None = None) -> Trace:
         """Return the trace at micro-batch ``m``.
@@ -101,26 +93,21 @@ class Program:
             since: a smaller micro-batch from which on blocks whose rule is not exact keep their size, as the
                 least that they take; None to let them grow.
         """
-        # Most allocations share their rule with others, so each rule is evaluated once.
-        sizes: dict[Polynomial | None, int] = {None: FREE}
-        for rule in {size for _, size in self.events}:
-            if rule is not None:
-                sizes[rule] = rule.at(m if since is None or rule.is_exact else since)
-        events = tuple((block, sizes[size]) for block, size in self.events)
-        return Trace(events, self.marks, self.modules, self.releases, self.streams)
+        # Most blocks share their rule with others, so each rule is evaluated once.
+        size_of = {rule: rule.at(m if since is None or rule.is_exact else since) for rule in set(self.rules)}
+        sizes = [size_of[rule] for rule in self.rules]
+        events = ((block, FREE if size == FREE else sizes[block]) for block, size in self.trace.events)
+        return replace(self.trace, events=tuple(events))
 
 
-def _check_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:
-    first = traces[0]
-    shape = [(block, size == FREE) for block, size in first.events]
-    for m, trace in zip(micro_batches[1:], traces[1:], strict=True):
-        other = [(block, size == FREE) for block, size in trace.events]
-        if other != shape or first.marks != trace.marks or first.streams != trace.streams:
-            at = next((at for at, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b), len(other))
-            raise Untraceable(
-                f"the events at micro-batches {micro_batches[0]} and {m} differ in more than sizes, first in "
-                f"the {trace.phase_at(at) or 'setup'}"
-            )
+def structure_of(trace: Trace) -> tuple[object, ...]:
+    """Return what two canonical traces have in common if only their sizes differ."""
+    return tuple((block, size == FREE) for block, size in trace.events), trace.marks, trace.streams
+
+
+def block_sizes(trace: Trace) -> list[int]:
+    """Return the size of each block of a canonical trace, by its number."""
+    return [size for _, size in trace.events if size != FREE]
 
 
 def rule_through(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
@@ -204,15 +191,14 @@ class Fitting:
         allocator = new_allocator()
         self._limit = allocator.limit
         self._only_counts = allocator.reserved_bytes is None
-        self._live_peaks = [_live_peak(program.events) for program in orders]
+        self._live_peaks = [_live_peak(program) for program in orders]
         self._known: dict[int, bool] = {}
 
     def fits(self, m: int) -> bool:
         """Return whether a micro-batch fits."""
         if m not in self._known:
-            self._known[m] = self._may_fit(m) and (
-                self._only_counts
-                or all(replay(program.at(m), self._new_allocator()).fits for program in self.orders)
+            self._known[m] = self._may_fit(m) and all(
+                replay(program.at(m), self._new_allocator()).fits for program in self.orders
             )
         return self._known[m]
 
@@ -222,9 +208,7 @@ class Fitting:
         while high <= most and self._may_fit(high * multiple):
             high *= 2
         bound = largest(lambda n: self._may_fit(n * multiple), high // 2, min(high, most + 1))
-        if self._only_counts:
-            return bound * multiple
-        events = sum(len(program.events) for program in self.orders)
+        events = sum(len(program.trace.events) for program in self.orders)
         single = max(0, bound - SCANNED_EVENTS // max(1, events))
         size, above = bound, bound + 1
         while size and not self.fits(size * multiple):
@@ -237,23 +221,15 @@ class Fitting:
         return self._limit is None or all(peak_at(m) <= self._limit for peak_at in self._live_peaks)
 
 
-def _live_peak(events: Sequence[tuple[int, Polynomial | None]]) -> Callable[[int], int]:
-    """Return a function of the micro-batch: the most bytes of known blocks that are live at the same time."""
-    numbers: dict[Polynomial, int] = {}
-    held: dict[int, int] = {}
-    changes: list[int] = []
-    """The number of a rule, from 1, with the sign of what happens to a block of its size."""
-    for block, rule in events:
-        if rule is not None:
-            held[block] = numbers.setdefault(rule, len(numbers) + 1)
-            changes.append(held[block])
-        elif block in held:
-            changes.append(-held.pop(block))
-    signed = np.array(changes, dtype=np.intp)
-    places, signs = np.abs(signed), np.sign(signed)
+def _live_peak(program: Program) -> Callable[[int], int]:
+    """Return a function of the micro-batch: the most bytes that are live at the same time."""
+    numbers = {rule: number for number, rule in enumerate(dict.fromkeys(program.rules))}
+    events = program.trace.events
+    places = np.array([numbers[program.rules[block]] for block, _ in events], np.intp)
+    signs = np.array([-1 if size == FREE else 1 for _, size in events], np.int64)
 
     def peak_at(m: int) -> int:
-        sizes = np.array([0, *(rule.at(m) for rule in numbers)], np.int64)
+        sizes = np.array([rule.at(m) for rule in numbers], np.int64)
         return int(np.cumsum(sizes[places] * signs).max(initial=0))
 
     return peak_at

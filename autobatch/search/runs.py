@@ -14,8 +14,8 @@ from autobatch.core.records import Attempt
 from autobatch.core.text import error_text
 from autobatch.device.allocator import Allocator
 from autobatch.device.oom import loses_context
-from autobatch.device.trace import FREE, Trace, replay
-from autobatch.footprint.program import Fitting, Program, Untraceable
+from autobatch.device.trace import Trace, replay
+from autobatch.footprint.program import Fitting, Program, Untraceable, structure_of
 from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess, ThisProcess
 
@@ -157,13 +157,12 @@ class Runs:
 
 def _fit_alike(traces: dict[int, Trace]) -> tuple[Program, Sequence[int]] | None:
     """Fit a program to the largest traces of one structure, if there are two; return it with their sizes."""
-    groups: dict[int, list[tuple[int, Trace]]] = {}
-    for size, trace in sorted(traces.items(), reverse=True):
-        shape = tuple((block, bytes_ == FREE) for block, bytes_ in trace.events)
-        groups.setdefault(hash((shape, trace.marks)), []).insert(0, (size, trace))
+    groups: dict[int, list[int]] = {}
+    for size in sorted(traces, reverse=True):
+        groups.setdefault(hash(structure_of(traces[size])), []).insert(0, size)
     for alike in groups.values():
         # Three are a parabola; the two largest still are a line where three follow none.
-        for points in (alike, alike[-2:]):
-            with suppress(Untraceable, ValueError):
-                return Program.fit(points), [size for size, _ in alike]
+        for sizes in (alike, alike[-2:]) if len(alike) > 1 else ():
+            with suppress(Untraceable):
+                return Program.fit([(size, traces[size]) for size in sizes]), alike
     return None
