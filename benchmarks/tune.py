@@ -31,6 +31,7 @@ from autobatch import Progress, Workload
 from autobatch.core.errors import Infeasible
 from autobatch.core.knobs import Configuration
 from autobatch.core.options import Options
+from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import open_setup
 from autobatch.search.find_limit import find_limit
@@ -55,14 +56,15 @@ def open_trials(workload: Workload, memory_budget: str) -> tuple[Trials, list[Kn
         found = find_limit(process, options, share=TARGET, home=Path(home), progress=Progress())
     limit = found.probe.micro_batch
     knobs, _, _ = choose_knobs(knobs_of(setup, limit, 1000, None), KNOBS)
-    return Trials(process=process, limit=limit, samples=TARGET), knobs
+    plan = make_plan(target_batch=TARGET, micro_batch_limit=limit, learning_rate=workload.learning_rate)
+    return Trials(process=process, plan=plan), knobs
 
 
 def speed_ratio(trials: Trials, changed: Configuration) -> float:
     """Return the speed of a configuration ÷ that of the default; 0 if it does not run."""
-    base = trials.measure({}).samples_per_s
+    base = trials.measure({})
     try:
-        return trials.measure(changed).samples_per_s / base
+        return trials.measure(changed) / base
     except Infeasible:
         return 0.0
 

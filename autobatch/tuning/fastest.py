@@ -74,7 +74,7 @@ class Search:
         tuning = Tuning(best=default, study=self.study.study_name)
         self.progress.doing("measuring the default")
         try:
-            speed = self.trials.measure({}).samples_per_s
+            speed = self.trials.measure({})
         except Infeasible as reason:
             return replace(tuning, notes=[f"kept the plan: the default could not be measured: {reason}"])
         deadline = min(self.deadline, start + self.worth_samples / speed)
@@ -115,7 +115,7 @@ class Search:
             try:
                 beside = self._compare(best.parameters, values)
                 found = {"relative": (best.relative or 1.0) * beside.ratio, "is_faster": beside.is_faster}
-                found |= beside.other._asdict()
+                found |= {"samples_per_s": beside.other, "micro_batch": self.trials.sizes(changed)[0]}
             except Infeasible as reason:
                 found = {"note": str(reason)}
         trial = Trial(number=number, parameters=values, **found)
@@ -138,8 +138,8 @@ class Search:
         return {
             "best": best,
             "changes": changes(best, defaults(self.knobs)),
-            "baseline_samples_per_s": beside.base.samples_per_s,
-            "best_samples_per_s": beside.base.samples_per_s * beside.ratio,
+            "baseline_samples_per_s": beside.base,
+            "best_samples_per_s": beside.base * beside.ratio,
             "low": beside.low,
         }
 
@@ -185,13 +185,8 @@ class Tuner:
             AutobatchError: the study failed, or the workload does not run with every knob at its default.
         """
         asked = self.options.workers
-        trials = Trials(
-            process=self.process,
-            limit=plan.micro_batch,
-            multiple=plan.multiple,
-            samples=sum(plan.micro_batches),
-            workers=self.process.info.workers if asked is None else asked,
-        )
+        workers = self.process.info.workers if asked is None else asked
+        trials = Trials(process=self.process, plan=plan, workers=workers)
         tuning = self.ranks.once(lambda: self._search(trials).find())
         confirmed = self.ranks.gather(trials.confirm(tuning.changes)) if tuning.changes else []
         if failures := [answer for answer in confirmed if isinstance(answer, str)]:
@@ -208,7 +203,7 @@ class Tuner:
         self.progress.tuned(tuning)
         if not tuning.changes:
             return plan, tuning
-        sizes = micro_batches(trials.samples, min(map(int, confirmed)), plan.multiple)
+        sizes = micro_batches(sum(plan.micro_batches), min(map(int, confirmed)), plan.multiple)
         plan = replace(
             plan,
             micro_batch=sizes[0],
@@ -225,13 +220,15 @@ class Tuner:
         """Return the search among the configurations that apply here."""
         options, act = self.options, "looking for what can be tuned"
         self.progress.doing(act)
-        size, asked = trials.micro_batch({}), None if options.knobs is None else parse_knobs(options.knobs)
-        known = self.process.call(act, knobs_of, size, self.planned_steps, trials.workers)
+        plan, workers = trials.plan, trials.workers
+        known = self.process.call(act, knobs_of, plan.micro_batch, self.planned_steps, workers)
+        asked = None if options.knobs is None else parse_knobs(options.knobs)
         knobs, offers, notes = choose_knobs(known, asked)
         for line in notes:
             self.progress.note(line)
         is_unasked = options.command == "fit" and options.trials is None and options.timeout is None
-        purpose = {knob.name: knob.choices for knob in knobs}, trials.workers
+        purpose = {knob.name: knob.choices for knob in knobs}, workers
+        samples = sum(plan.micro_batches) * self.planned_steps
         return Search(
             trials=trials,
             study=open_study(self.process.info, options, self.home, "maximize", *purpose),
@@ -242,6 +239,6 @@ class Tuner:
                 math.prod(len(knob.choices) for knob in knobs),
             ),
             deadline=self.deadline,
-            worth_samples=RUN_SHARE * trials.samples * self.planned_steps if is_unasked else math.inf,
+            worth_samples=RUN_SHARE * samples if is_unasked else math.inf,
             progress=self.progress,
         )

@@ -41,14 +41,6 @@ SPARED = 1
 """Ratios below the bound."""
 
 
-class Measurement(NamedTuple):
-    """Speed of a configuration that ran."""
-
-    samples_per_s: float
-    """At the target batch."""
-    micro_batch: int
-
-
 class Comparison(NamedTuple):
     """Speed of a configuration beside that of another one."""
 
@@ -56,10 +48,10 @@ class Comparison(NamedTuple):
     """Median of the ratios of the rounds."""
     low: float | None
     """Lower bound of the true ratio; None if it was clear earlier that it is not above 1."""
-    base: Measurement
-    """The other configuration, at its median speed."""
-    other: Measurement
-    """The configuration, at its median speed."""
+    base: float
+    """Median speed of the other configuration, in samples per second."""
+    other: float
+    """That of the configuration."""
 
     @property
     def is_faster(self) -> bool:
@@ -68,27 +60,23 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    measure: Callable[[Configuration], Measurement], base: Configuration, other: Configuration
+    measure: Callable[[Configuration], float], base: Configuration, other: Configuration
 ) -> Comparison:
     """Measure two configurations in turn, until the other one cannot be shown to be faster any more.
 
     Raises:
         Infeasible: one of them fails.
     """
-    bases: list[Measurement] = []
-    others: list[Measurement] = []
+    bases: list[float] = []
+    others: list[float] = []
     ratios: list[float] = []
     while len(ratios) < ROUNDS and sum(ratio <= 1 for ratio in ratios) <= SPARED:
         # Neither always runs after the other one.
         for values, speeds in [(base, bases), (other, others)][:: -1 if len(ratios) % 2 else 1]:
             speeds.append(measure(values))
-        ratios.append(others[-1].samples_per_s / bases[-1].samples_per_s)
-    medians = (
-        run[-1]._replace(samples_per_s=statistics.median(measured.samples_per_s for measured in run))
-        for run in (bases, others)
-    )
+        ratios.append(others[-1] / bases[-1])
     low = sorted(ratios)[SPARED] if len(ratios) == ROUNDS else None
-    return Comparison(statistics.median(ratios), low, *medians)
+    return Comparison(statistics.median(ratios), low, statistics.median(bases), statistics.median(others))
 
 
 ROUND_SECONDS = 0.1
@@ -106,43 +94,38 @@ ENDLESS = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Trials in the process that holds the setup."""
+    """Trials of a plan in the process that holds the setup."""
 
     process: SetupProcess
-    limit: int
-    """The largest micro-batch that fits with every knob at its default."""
-    samples: int
-    """Samples of an optimizer step on one rank."""
-    multiple: int = 1
-    """Number whose multiples all micro-batches are."""
-    seconds: float = ROUND_SECONDS
+    plan: Plan
+    """With every knob at its default."""
     workers: int | None = None
     """Loader workers that were asked for; None if none were."""
 
-    def measure(self, changed: Configuration) -> Measurement:
-        """Time the steps of a configuration.
+    def measure(self, changed: Configuration) -> float:
+        """Time the steps of a configuration, and return its samples per second.
 
         Raises:
             Infeasible: the configuration must not be chosen.
             Exception: whatever the workload raises with every knob at its default, except out of memory.
         """
-        sizes = micro_batches(self.samples, self.micro_batch(changed), self.multiple)
-        seconds = self._call(time_steps, changed, sizes, self.seconds, self.workers or 0)
-        return Measurement(self.samples / seconds, sizes[0])
+        sizes = self.sizes(changed)
+        return sum(sizes) / float(self._call(time_steps, changed, sizes, self.workers or 0))
 
     def confirm(self, changed: Configuration) -> int | str:
         """Return the micro-batch of a configuration that runs within the budget, else the reason."""
-        size = self.micro_batch(changed)
+        size = self.sizes(changed)[0]
         try:
             ran = self._call(attempt, changed, size).attempt
         except Infeasible as reason:
             return str(reason)
         return size if ran.fits else str(ran.reason)
 
-    def micro_batch(self, changed: Configuration) -> int:
-        """Return the micro-batch of a configuration: the even split of the plan, halved as it says."""
-        size = micro_batches(self.samples, self.limit, self.multiple)[0]
-        return self.multiple * max(1, size // self.multiple >> int(changed.get(SPLIT) or 0))
+    def sizes(self, changed: Configuration) -> list[int]:
+        """Return the micro-batches of a step: at most that of the plan, halved as a configuration says."""
+        multiple = self.plan.multiple
+        size = multiple * max(1, self.plan.micro_batch // multiple >> int(changed.get(SPLIT) or 0))
+        return micro_batches(sum(self.plan.micro_batches), size, multiple)
 
     def _call(self, function: Callable[..., Any], changed: Configuration, *args: Any) -> Any:
         return call_with(self.process, function, changed, changed.keys() <= {SPLIT}, *args)
@@ -171,11 +154,11 @@ def _with_knobs(setup: Setup, function: Callable[..., Any], values: Configuratio
     return function(with_knobs(setup, values), *args)
 
 
-def time_steps(setup: Setup, sizes: list[int], seconds: float, workers: int) -> float:
+def time_steps(setup: Setup, sizes: list[int], workers: int) -> float:
     """Return the seconds of an optimizer step in these micro-batches.
 
-    Micro-batches and what comes once per step are timed apart, on temporary weights, for about so many
-    seconds. The number of loader workers is used unless the configuration has one.
+    Micro-batches and what comes once per step are timed apart, on temporary weights, for about
+    `ROUND_SECONDS`. The number of loader workers is used unless the configuration has one.
 
     Raises:
         Infeasible: the configuration runs out of memory, or its loss is not finite.
@@ -200,7 +183,7 @@ def time_steps(setup: Setup, sizes: list[int], seconds: float, workers: int) -> 
             for batch in drawn.batches():
                 if batch.index == first:
                     start = setup.clock()
-                if batch.index >= first + least and setup.clock() - start >= seconds:
+                if batch.index >= first + least and setup.clock() - start >= ROUND_SECONDS:
                     return
                 collated = ((micro, size) for micro in feed.collated(batch, size))
                 yield Batch(collated, in_a_step, batch_samples(setup.whole_batch, size, in_a_step))

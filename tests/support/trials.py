@@ -18,12 +18,13 @@ from torch import nn
 from autobatch import Workload
 from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
+from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, describe_setup
 from autobatch.tuning.fastest import Search
 from autobatch.tuning.space import Knob
 from autobatch.tuning.study import open_study
-from autobatch.tuning.trial import Measurement, Trials
+from autobatch.tuning.trial import Trials
 from tests.support.options import as_options
 from tests.support.probes import vectors, work
 from tests.support.training import Augmented, Rows, make_setup, make_workload, mean_loss, network, points
@@ -54,9 +55,12 @@ class FakeTrials:
     """Returns samples per second, or raises `Infeasible`."""
     asked: list[dict[str, Any]] = field(default_factory=list)
 
-    def measure(self, values: Any) -> Measurement:
+    def measure(self, values: Any) -> float:
         self.asked.append(dict(values))
-        return Measurement(self.speed(values), 64)
+        return self.speed(values)
+
+    def sizes(self, values: Any) -> list[int]:
+        return [64]
 
 
 def study_in(home: Path, made: Setup | None = None, **fields: Any) -> optuna.Study:
@@ -97,10 +101,10 @@ def trial_setup(
     return made if clock is None else replace(made, clock=clock)
 
 
-def make_trials(made: Setup, **fields: Any) -> Trials:
+def make_trials(made: Setup, limit: int = 8, **fields: Any) -> Trials:
     """Return trials in this process."""
-    known = {"limit": 8, "samples": 64, "seconds": 0.0}
-    return Trials(process=ThisProcess(made), **(known | fields))
+    plan = make_plan(target_batch=64, micro_batch_limit=limit, learning_rate=0.01)
+    return Trials(process=ThisProcess(made), plan=plan, **fields)
 
 
 class Time:

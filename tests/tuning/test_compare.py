@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from autobatch.tuning.trial import ROUNDS, Comparison, Measurement, compare
+from autobatch.tuning.trial import ROUNDS, Comparison, compare
 
 
 def compared(speed: Callable[[Any], float]) -> Comparison:
-    return compare(lambda values: Measurement(speed(values), 4), {"i": 0}, {"i": 1})
+    return compare(speed, {"i": 0}, {"i": 1})
 
 
 def noisy(draw: random.Random, ratio: float, noise: float) -> Comparison:
@@ -52,5 +52,5 @@ def test_what_cannot_become_faster_any_more_does_not_run_again() -> None:
     assert ran == [0, 1, 1, 0], "each goes first in turn"
     ran.clear()
     found = compared(lambda values: ran.append(1) or 100.0 + 30 * values["i"])  # type: ignore[func-returns-value]
-    assert found == Comparison(1.3, 1.3, Measurement(100.0, 4), Measurement(130.0, 4))
+    assert found == Comparison(1.3, 1.3, 100.0, 130.0)
     assert len(ran) == 2 * ROUNDS

@@ -41,8 +41,8 @@ def timed_fields(time: Time) -> dict[str, Any]:
 def test_micro_batches_and_optimizer_steps_are_timed_apart() -> None:
     time = Time()
     trials = make_trials(trial_setup(clock=time, **timed_fields(time)))
-    assert trials.measure({}) == (pytest.approx(64 / (8 * 8 + 5)), 8)
-    assert trials.measure({"micro_batch_shift": 2}) == (pytest.approx(64 / (64 + 5)), 2)
+    assert trials.measure({}) == pytest.approx(64 / (8 * 8 + 5))
+    assert trials.measure({"micro_batch_shift": 2}) == pytest.approx(64 / (64 + 5))
 
 
 def test_workers_that_are_tuned_or_asked_for_feed_a_trial() -> None:
@@ -78,12 +78,11 @@ def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasibl
     path.write_text(f"{SMALL}\n{CRASHES}\n")
     settings = Options(device="cpu", memory_budget="64MiB")
     with open_process(f"{path}:workload", settings, Role(), ChildProcess()) as child:
-        fields = {"limit": 8, "samples": 32, "seconds": 0.0}
-        trials = Trials(process=child, **fields)  # type: ignore[arg-type]
+        plan = make_plan(target_batch=32, micro_batch_limit=8, learning_rate=0.01)
+        trials = Trials(process=child, plan=plan)
         with pytest.raises(Infeasible, match="SIGSEGV"):
             trials.measure({"micro_batch_shift": 1})
-        assert trials.measure({"loader_workers": 2}).micro_batch == 8
-        plan = make_plan(target_batch=32, micro_batch_limit=8, learning_rate=0.01)
+        assert trials.measure({"loader_workers": 2}) > 0
         assert call_with(child, short_run, {}, True, plan, 0, 4) > 0
 
 
