@@ -24,7 +24,7 @@ from autobatch.rehearsal.setup import KeyValue
 from autobatch.search.plan_limit import limit_of_plan
 from autobatch.search.probe import FIRST, Limit, find_largest
 from autobatch.search.runs import run_attempt
-from autobatch.search.saved import keep, recall
+from autobatch.search.saved import SavedLimit, keep, recall
 
 STATE_COPIES = 4
 """Weights, gradients, and two states of each weight, as Adam has them."""
@@ -127,7 +127,8 @@ def search_from_saved(
         )
     held = min((attempt.micro_batch for attempt in probe.attempts if attempt.is_below_budget), default=None)
     if held is None:
-        return limit._replace(file=keep(probe.micro_batch, limit.programs, key, home, progress))
+        answer = SavedLimit(micro_batch=probe.micro_batch, programs=tuple(limit.programs))
+        return limit._replace(file=keep(answer, key, home, progress))
     progress.note(
         f"{key['device']}, not the budget, refused a micro-batch of {held:,} twice. Others may hold its "
         "memory, so the limit is not saved: free memory, or give a smaller --memory-budget"

@@ -51,8 +51,6 @@ class Limit(NamedTuple):
     """The steps at any size, in each order that ran; empty if no two runs have the same structure."""
     trace: Trace | None = None
     """The events of the run at the limit; None if none were recorded."""
-    tops: tuple[int, ...] = ()
-    """The largest size in question, and larger ones that came into question because all up to there fit."""
     file: Path | None = None
     """File that keeps the answer; None if it was not saved."""
     planned: int = 0
@@ -93,7 +91,7 @@ def find_largest(
             f"no multiple of {multiple:,} (--micro-batch-multiple) is a micro-batch of at most {most:,} "
             "samples: give a larger --max-micro-batch, a larger target batch or more data"
         )
-    runs = Runs(new_allocator, () if known is None else known.programs())
+    runs = Runs(new_allocator, () if known is None else known.programs)
     search = _Search(run, most // multiple, multiple, runs)
     search.begin(first, known)
     search.find()
@@ -109,8 +107,7 @@ def find_largest(
         multiple=multiple,
         source=f"saved {known.date}" if known is not None and is_confirmed else "search",
     )
-    tops = tuple(top * multiple for top in search.tops)
-    return Limit(probe, runs.programs, runs.trace(answer), tops)
+    return Limit(probe, runs.programs, runs.trace(answer))
 
 
 @dataclass
@@ -128,8 +125,6 @@ class _Search:
     attempts: list[Attempt] = field(default_factory=list)
     predicted: int | None = None
     """The first answer of a replay, in samples."""
-    tops: list[int] = field(default_factory=list)
-    """The largest size in question of each bound."""
     error: Exception | None = None
     """The first that had another reason than memory."""
 
@@ -190,7 +185,6 @@ class _Search:
         guess = self.guess(self.low, self.cap + 1 if self.low else self.high)
         ran = max((attempt.micro_batch // self.multiple for attempt in self.attempts), default=1)
         top = min(self.cap, max(REACH * guess, REACH * self.low, ran))
-        self.tops.append(top)
         asked, failed = most_asked(top)
         asked, failed = asked - len(spent), failed - spent.count(False)
         high = min(self.high, top + 1, self.low + told_apart(asked, failed))

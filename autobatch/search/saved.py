@@ -9,19 +9,17 @@ otherwise they are only a guess.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import logging
 import re
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from autobatch.core.errors import InputError
-from autobatch.core.files import UNREADABLE, read_json, write_atomic
+from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.text import printable
 from autobatch.core.version import __version__
@@ -31,49 +29,28 @@ from autobatch.rehearsal.setup import KeyValue
 _LOG = logging.getLogger(__name__)
 
 
-class SavedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SavedLimit(msgspec.Struct, frozen=True, kw_only=True):
     """The largest micro-batch of a workload on a device, as it was found."""
 
     micro_batch: Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
-    date: str = ""
+    programs: tuple[Program, ...] = ()
+    """The steps at any size, in each order that ran."""
+    date: str = msgspec.field(default_factory=lambda: datetime.now(UTC).date().isoformat())
     """ISO date on which it was found."""
-    autobatch: str = __version__
-    """The version that found it. Another one may record other events."""
-    packed: bytes = b""
-    """The programs of its steps; see `SavedLimit.programs`."""
-
-    def programs(self) -> tuple[Program, ...]:
-        """Return the programs; none if they are unreadable, or of another version."""
-        try:
-            packed = zlib.decompress(self.packed) if self.autobatch == __version__ else b""
-            return msgspec.msgpack.decode(packed, type=tuple[Program, ...])
-        except (zlib.error, *UNREADABLE):
-            return ()
 
 
 def recall(key: Mapping[str, KeyValue], home: Path) -> SavedLimit | None:
     """Return the saved limit of a key under any budget; None if there is none."""
     file = path_of(key, home)
     try:
-        return msgspec.convert(read_json(file), SavedLimit) if file.is_file() else None
-    except (InputError, *UNREADABLE) as error:
+        return msgspec.json.decode(file.read_bytes(), type=SavedLimit) if file.is_file() else None
+    except (OSError, *UNREADABLE) as error:
         _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {error}"))
         return None
 
 
-def keep(
-    micro_batch: int,
-    programs: Sequence[Program],
-    key: Mapping[str, KeyValue],
-    home: Path,
-    progress: Progress,
-) -> Path | None:
-    """Save an answer in place of an earlier one, and return its file; None if that fails, with a note."""
-    limit = SavedLimit(
-        micro_batch=micro_batch,
-        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        packed=zlib.compress(msgspec.msgpack.encode(programs)) if programs else b"",
-    )
+def keep(limit: SavedLimit, key: Mapping[str, KeyValue], home: Path, progress: Progress) -> Path | None:
+    """Save a limit in place of an earlier one, and return its file; None if that fails, with a note."""
     file = path_of(key, home)
     try:
         return write_atomic(file, msgspec.json.encode(limit) + b"\n")
@@ -88,6 +65,7 @@ def keep(
 def path_of(key: Mapping[str, KeyValue], home: Path) -> Path:
     """Return the file of a key's limit, whatever its budget."""
     known = {name: value for name, value in key.items() if value is not None and name != "budget_bytes"}
+    known["autobatch"] = __version__  # another version may record other events
     digest = hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()
     device = re.sub(r"[^a-z0-9]+", "-", str(key.get("device")).casefold()).strip("-")
     return home / "profiles" / (device or "device") / "limits" / f"{digest}.json"

@@ -37,7 +37,7 @@ def edited(file: Path, **fields) -> None:
 def test_a_saved_limit_that_no_longer_fits_is_probed_again(own_home: Path) -> None:
     first, _ = probed(work())
     (file,) = saved_files(own_home)
-    edited(file, micro_batch=500, packed="")
+    edited(file, micro_batch=500, programs=[])
     second, listener = probed(work())
     assert listener.sizes[0] == 500
     assert any("500 no longer fit" in line for line in listener.notes)

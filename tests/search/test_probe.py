@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autobatch.core.largest import most_asked
 from autobatch.core.records import LimitedBy, Probe
 from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import FREE, Trace, replay
@@ -27,10 +28,21 @@ def lines(pairs) -> list:
     return [lambda m, a=slope, b=constant: a * m + b for slope, constant in pairs]
 
 
+TOPS: list[int] = []
+"""The largest size in question in each bound of the latest search."""
+
+
+def counted(top: int) -> tuple[int, int]:
+    TOPS.append(top)
+    return most_asked(top)
+
+
 def find(run: Machine | Callable[[int], Outcome], cap: int, **more: Any) -> Limit:
     run = run.run if isinstance(run, Machine) else run
     caps: dict[LimitedBy, int] = {"max_micro_batch": cap}
-    return find_largest(run, caps, more.pop("new_allocator", lambda: Allocator(BUDGET)), **more)
+    TOPS.clear()
+    with patch("autobatch.search.probe.most_asked", counted):
+        return find_largest(run, caps, more.pop("new_allocator", lambda: Allocator(BUDGET)), **more)
 
 
 def answer(found: Limit) -> tuple[int, str | None]:
@@ -55,10 +67,10 @@ def assert_proven(machine: Machine, found: Probe, cap: int) -> None:
         assert found.upper_bound_by == "replay"
 
 
-def assert_within_the_bound(machine: Machine, found: Limit) -> None:
+def assert_within_the_bound(machine: Machine) -> None:
     """Assert at most log2(s) + 3 runs and half of log2(s) + 2 errors, for each s that was in question."""
-    assert len(machine.asked) <= sum(math.log2(top) + 3 for top in found.tops)
-    assert machine.ooms <= sum(math.log2(top) / 2 + 2 for top in found.tops)
+    assert len(machine.asked) <= sum(math.log2(top) + 3 for top in TOPS)
+    assert machine.ooms <= sum(math.log2(top) / 2 + 2 for top in TOPS)
 
 
 @given(
@@ -84,7 +96,7 @@ def test_whatever_fits_and_whatever_runs_record_stays_within_the_bound(
     found = find(machine, cap, known=None if guess is None else SavedLimit(micro_batch=guess))
     assert_proven(machine, found.probe, cap)
     assert structures or found.probe.upper_bound_by != "replay", "nothing is recorded"
-    assert_within_the_bound(machine, found)
+    assert_within_the_bound(machine)
 
 
 SHAPES: dict[str, Callable[[float, float], float]] = {
@@ -124,7 +136,7 @@ def test_memory_of_any_shape_gives_a_proven_limit_in_few_runs(
     assert_proven(machine, found.probe, cap)
     if found.probe.upper_bound_by != "replay":  # which cannot know where rounded memory leaves a line
         assert shape in ("holes", "flaky") or found.probe.micro_batch == machine.limit(cap)
-    assert_within_the_bound(machine, found)
+    assert_within_the_bound(machine)
     assert len(machine.asked) <= 4 * math.log2(cap + 1) + 8
 
 
@@ -237,8 +249,7 @@ def test_a_large_model_begins_with_a_small_size(limit: int) -> None:
 
 
 def saved(found: Limit, micro_batch: int = 7) -> SavedLimit:
-    packed = zlib.compress(msgspec.msgpack.encode(found.programs))
-    return SavedLimit(micro_batch=micro_batch, date="2026-11-20", packed=packed)
+    return SavedLimit(micro_batch=micro_batch, date="2026-11-20", programs=tuple(found.programs))
 
 
 @pytest.mark.parametrize("budget", [BUDGET // 2, BUDGET, 3 * BUDGET])
@@ -261,9 +272,9 @@ def test_a_guess_that_is_wrong_or_of_another_step_is_only_a_guess(wrong: int) ->
     for known in (SavedLimit(micro_batch=wrong), saved(other, wrong)):
         machine = machine_of(*lines([(90, 100), (5, 5)]))
         found = find(machine, 1000, known=known)
-        assert machine.asked[0] == wrong or known.packed
+        assert machine.asked[0] == wrong or known.programs
         assert (found.probe.micro_batch, found.probe.source) == (machine.limit(1000), "search")
-        assert_within_the_bound(machine, found)
+        assert_within_the_bound(machine)
 
 
 # Sizes that fail for another reason than memory.
