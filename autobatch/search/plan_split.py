@@ -23,8 +23,6 @@ from autobatch.distributed.ranks import Ranks, agree_on_cut
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.plan_limit import FIRST, TRIES, batches_to_run, run_batches
-from autobatch.workload.data import collate_samples, fetch, shallow_copies
-from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.split import Sizes, SizeSplit, Split, sizes_digest
@@ -122,7 +120,7 @@ def _choose(
         if options.split == "auto" and gain < LEAST_GAIN:
             return None, f"by size would save {saved}"
         if run_batches(setup, batches, split, split.largest) is None:
-            return cut, f"about {saved} less to compute"
+            return cut, f"about {saved} less to compute, if collate pads"
     return None, "no split by size survives the batches of the run"
 
 
@@ -143,11 +141,7 @@ def read_sizes(setup: Setup) -> Sizes | None:
 
 
 def _obstacle(setup: Setup, sizes: Sizes, limit: int, check: Check) -> str | None:
-    """Return why a split by size would change results, or save no time; None if nothing shows either.
-
-    Raises:
-        Exception: whatever the workload raises on one or two samples.
-    """
+    """Return why a split by size would change results, or save no time; None if nothing shows either."""
     if any(isinstance(module, _BatchNorm) for module in setup.model.modules()):
         return "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ"
     order = np.argsort(sizes, kind="stable")
@@ -160,16 +154,4 @@ def _obstacle(setup: Setup, sizes: Sizes, limit: int, check: Check) -> str | Non
         return fault
     if hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off":
         return "a compiled model compiles anew for most micro-batches of other shapes"
-
-    def numbers_in(*places: int) -> int:
-        """Collate samples by their places in the order of sizes, and count the numbers in their tensors."""
-        samples = fetch(setup.workload.train_data, [int(order[place]) for place in places])
-        batch = collate_samples(shallow_copies(samples), setup.workload.collate)
-        return sum(tensor.numel() for tensor in tensors_of(batch))
-
-    quarter = len(order) // 4
-    # What holds no tensors tells nothing.
-    if 0 < numbers_in(quarter, -1) <= numbers_in(quarter) + numbers_in(-1):
-        return "the collate function does not pad, so there is nothing to save"
-    numbers_in(0)  # a split by size may leave the smallest one alone
     return None

@@ -99,15 +99,10 @@ def test_a_loss_that_ignores_the_padding_may_be_split_and_one_that_draws_has_the
     assert chosen(make_setup(ragged_workload(loss=loss)))[0].size_cut is not None
 
 
-def end_to_end(samples):
-    return tuple(torch.cat(column)[None] for column in zip(*samples, strict=True))
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"train_data": tokens(), "collate": None, "size_of": None}, None),
-        ({"collate": end_to_end}, "does not pad"),
         ({"loss": lambda model, batch: 1 / 0}, "ZeroDivisionError"),
     ],
 )
