@@ -24,12 +24,11 @@ from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.plan_limit import FIRST, TRIES, batches_to_run, run_batches
 from autobatch.workload.order import GlobalBatch
-from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.split import Sizes, SizeSplit, Split, sizes_digest
 from autobatch.workload.user_code import describe
 
-LEAST_GAIN = 1.03
-"""Ratio of padded areas, with the fixed cost of each micro-batch, from which ``auto`` splits by size."""
+LEAST_SAVED = 0.03
+"""Share of the padded area, with the fixed cost of each micro-batch, from which ``auto`` splits by size."""
 CHECKED = 8
 """Samples of sizes from the smallest to half of the largest whose gradient must not depend on the split."""
 
@@ -49,9 +48,9 @@ def choose_split(
     Raises:
         InputError: a split by size was asked for, and is not possible or would change results.
     """
-    asked = options.split
-    has_sizes = process.info.epoch_samples is not None and ranks.world == plan.world_size
-    if asked == "count" or (asked == "auto" and not has_sizes):
+    asked, info = options.split, process.info
+    has_sizes = info.epoch_samples is not None and ranks.world == plan.world_size
+    if asked == "count" or (asked == "auto" and not (has_sizes and info.largest_sample)):
         return plan, ""
     if not has_sizes:
         raise InputError(
@@ -64,22 +63,24 @@ def choose_split(
     # The split by size is checked against batches of the run on its own.
     alone = probe.micro_batch_alone or probe.micro_batch
     limits = alone if is_probed else plan.micro_batch, min(cap, options.max_micro_batch or cap)
+    cut: SizeCut | None
     try:
-        cut, reason = process.call("the choice of the split", _choose, plan, options, limits, check)
+        cut, saved = process.call("the choice of the split", _choose, plan, options, limits, check)
+        note = f"by the sizes of their samples: about {saved:.0%} less to compute, if collate pads"
     except Exception as error:
-        cut, reason = None, str(error) if isinstance(error, AutobatchError) else describe(error)
-    if cut is None and asked == "size":
-        raise InputError(f"--split size is not possible: {reason}. Use --split count")
-    by = "count" if cut is None else "the sizes of their samples"
-    note = f"batches are split by {by}: {reason}" if reason else ""
+        reason = str(error) if isinstance(error, AutobatchError) else describe(error)
+        if asked == "size":
+            raise InputError(f"--split size is not possible: {reason}. Use --split count") from error
+        cut, note = None, f"by count: {reason}"
     cut = agree_on_cut(ranks, cut)
-    return plan if cut is None else msgspec.structs.replace(plan, split="size", size_cut=cut), note
+    plan = plan if cut is None else msgspec.structs.replace(plan, split="size", size_cut=cut)
+    return plan, f"batches are split {note}"
 
 
 def _choose(
     setup: Setup, plan: Plan, options: Options, limits: tuple[int, int], check: Check
-) -> tuple[SizeCut | None, str]:
-    """Return the split, None by count, and the reason, empty if there was no choice.
+) -> tuple[SizeCut, float]:
+    """Return the split by size, and the share of the computing that it saves.
 
     Args:
         setup: stays unchanged.
@@ -87,23 +88,24 @@ def _choose(
         options: the split that was asked for, and the seed of the order of the data.
         limits: the largest micro-batches of the longest samples and of any.
         check: see `Check`.
+
+    Raises:
+        InputError: it is not possible, would change results, or is not worth it.
     """
     setup = with_knobs(setup, {**plan.knobs, PRECISION: plan.precision})
     sizes = setup.worst_case.sizes()
     if sizes is None:
-        return (
-            None,
-            "the sizes of some samples are unknown, as reading all takes long: give Workload(size_of=…)",
+        raise InputError(
+            "the sizes of some samples are unknown, as reading all takes long: give Workload(size_of=…)"
         )
     if sizes.min() == sizes.max():
-        return None, "all samples have one size" * (options.split == "size")
+        raise InputError("all samples have one size")
+    if plan.multiple > 1:
+        raise InputError(f"micro-batches must be multiples of {plan.multiple}")
     limit, cap = min(limits), limits[1]
-    obstacle: str | None = f"micro-batches must be multiples of {plan.multiple}"
-    if plan.multiple == 1:
-        with preserved_random_state():
-            obstacle = _obstacle(setup, sizes, limit, check)
-    if obstacle is not None:
-        return None, obstacle
+    _check_results(setup, sizes, limit, check)
+    if hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off":
+        raise InputError("a compiled model compiles anew for most micro-batches of other shapes")
     # A rank takes about as many samples of a batch that is split by size.
     batches = batches_to_run(setup, max(1, sum(plan.micro_batches)), options.seed)
     steps = math.ceil(len(batches[0].ids) / limit)
@@ -115,24 +117,23 @@ def _choose(
             digest=sizes_digest(sizes),
         )
         split = SizeSplit(sizes=sizes, cut=cut)
-        gain = _gain(split, batches[:FIRST], plan.micro_batch)
-        saved = f"{max(0.0, 1 - 1 / gain):.0%}"
-        if options.split == "auto" and gain < LEAST_GAIN:
-            return None, f"by size would save {saved}"
+        saved = max(0.0, _saved(split, batches[:FIRST], plan.micro_batch))
+        if options.split == "auto" and saved < LEAST_SAVED:
+            raise InputError(f"by size would save {saved:.0%}")
         if run_batches(setup, batches, split, split.largest) is None:
-            return cut, f"about {saved} less to compute, if collate pads"
-    return None, "no split by size survives the batches of the run"
+            return cut, saved
+    raise InputError("no split by size survives the batches of the run")
 
 
-def _gain(by_size: SizeSplit, batches: Sequence[GlobalBatch], micro_batch: int) -> float:
-    """Return the cost of batches that are split by count ÷ that of their split by size."""
+def _saved(by_size: SizeSplit, batches: Sequence[GlobalBatch], micro_batch: int) -> float:
+    """Return the share of the cost of batches that are split by count which a split by size saves."""
     fixed = by_size.fixed_area(by_size.largest)
 
     def cost(split: Split, limit: int) -> float:
         parts = (by_size.sizes[part.ids] for batch in batches for part in split.parts(batch, limit))
         return sum(fixed + len(own) * float(own.max()) for own in parts)
 
-    return cost(Split(), micro_batch) / cost(by_size, by_size.largest)
+    return 1 - cost(by_size, by_size.largest) / cost(Split(), micro_batch)
 
 
 def read_sizes(setup: Setup) -> Sizes | None:
@@ -140,18 +141,19 @@ def read_sizes(setup: Setup) -> Sizes | None:
     return setup.worst_case.sizes()
 
 
-def _obstacle(setup: Setup, sizes: Sizes, limit: int, check: Check) -> str | None:
-    """Return why a split by size would change results, or save no time; None if nothing shows either."""
+def _check_results(setup: Setup, sizes: Sizes, limit: int, check: Check) -> None:
+    """Raise `InputError` if a split by size would change results."""
     if any(isinstance(module, _BatchNorm) for module in setup.model.modules()):
-        return "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ"
+        raise InputError(
+            "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ"
+        )
+    if setup.sharding is not None:
+        return  # values of a shared model are not its own here
     order = np.argsort(sizes, kind="stable")
-    # Several longer ones may not fit together; values of a shared model are not its own here.
+    # Several longer ones may not fit together.
     short = order[: np.count_nonzero(sizes <= max(sizes.max() / 2, np.median(sizes)))]
     ids = short[np.linspace(0, len(short) - 1, CHECKED, dtype=int)].tolist()
     # In float32, because rounding is no effect of the padding.
-    fault = None if setup.sharding else check(replace(setup, precision="fp32"), limit, ids)[0]
+    fault = check(replace(setup, precision="fp32"), limit, ids)[0]
     if fault is not None:
-        return fault
-    if hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off":
-        return "a compiled model compiles anew for most micro-batches of other shapes"
-    return None
+        raise InputError(fault)

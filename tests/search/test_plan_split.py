@@ -113,7 +113,7 @@ def test_what_gains_nothing_or_raises_is_split_by_count_with_a_note(changes, wor
 
 
 def test_auto_leaves_batches_alone_if_nothing_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_split, "LEAST_GAIN", 9.0)
+    monkeypatch.setattr(plan_split, "LEAST_SAVED", 0.9)
     setup = make_setup(ragged_workload())
     plan, (note,) = chosen(setup)
     assert (plan, "would save" in note) == (PLAN, True)
