@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import nn
 
@@ -27,7 +27,6 @@ from autobatch.workload.rng import preserved_random_state
 
 SIZES = (2, 3, 5)
 """Micro-batches to trace. Many operators treat 1 as special. Two sizes give a line, the third checks it."""
-T = TypeVar("T")
 MARGIN = 0.03
 """Share of a budget that the lower end of an interval leaves, as no trace shows what libraries hold."""
 CONVOLUTION_MARGIN = 0.1
@@ -58,90 +57,56 @@ def footprint(step: TracedStep) -> Footprint:
         InputError: the user's code is invalid.
         Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
     """
-    return _checked(footprints([step]))[0]
+    (found,) = footprints([step])
+    if isinstance(found, AutobatchError):
+        raise found
+    return found
 
 
 def footprints(steps: Sequence[TracedStep]) -> list[Footprint | AutobatchError]:
     """Do as `footprint` for several steps at the same time. One that fails gives its error."""
-    traced = _recorded_each([asked for step in steps for asked in _asked(step)])
-    found: list[Footprint | AutobatchError] = []
-    for number, step in enumerate(steps):
-        try:
-            found.append(_fitted(step, traced[3 * number : 3 * number + 3]))
-        except Untraceable as error:
-            found.append(Unpredictable(f"cannot predict: {error}"))
-        except AutobatchError as error:
-            found.append(error)
-    return found
+    asked = []
+    for step in steps:
+        for size in SIZES:
+            # Augmented data draw the same random numbers for each size.
+            with preserved_random_state():
+                batch = step.batch_of(step.multiple * size)
+            # The first step of the largest size checks the two others.
+            made = replace(step, steps=step.steps[:1]) if size == SIZES[-1] else step
+            asked.append(partial(_recorded, made, step.multiple * size, batch))
+    traced, count = run_in_copies(asked), len(SIZES)
+    return [_fitted(step, traced[count * at : count * (at + 1)]) for at, step in enumerate(steps)]
 
 
-def _asked(step: TracedStep) -> list[tuple[TracedStep, int]]:
-    """Return what is traced: three sizes, of which the first step of the third will do."""
-    small, larger, largest = (step.multiple * size for size in SIZES)
-    return [(step, small), (step, larger), (replace(step, steps=step.steps[:1]), largest)]
-
-
-def _fitted(step: TracedStep, traced: Sequence[Recording | AutobatchError]) -> Footprint:
-    """Fit a program to two traces, and check it with the third.
-
-    Raises:
-        AutobatchError: a trace failed.
-        Untraceable: the traces differ in more than sizes, or these are no line.
-    """
-    small, larger, largest = _checked(traced)
-    sizes = [size for _, size in _asked(step)]
-    program = Program.fit([(sizes[0], small.trace), (sizes[1], larger.trace)])
+def _fitted(step: TracedStep, traced: Sequence[Recording | AutobatchError]) -> Footprint | AutobatchError:
+    """Fit a program to two traces, and check it with the third; return the error if that fails."""
+    for found in traced:
+        if isinstance(found, AutobatchError):
+            return found
+    small, larger, largest = (found for found in traced if isinstance(found, Recording))
+    sizes = [step.multiple * size for size in SIZES]
+    try:
+        program = Program.fit([(sizes[0], small.trace), (sizes[1], larger.trace)])
+    except Untraceable as error:
+        return Unpredictable(f"cannot predict: {error}")
     if program.at(sizes[2]).events[: len(largest.trace.events)] != largest.trace.events:
-        raise Untraceable("the sizes of its allocations are no line in the micro-batch")
+        return Unpredictable("cannot predict: the sizes of its allocations are no line in the micro-batch")
     notes = sorted(small.notes)
     is_recurrent = any(isinstance(part, nn.RNNBase) for part in step.model.modules())
     margin = CONVOLUTION_MARGIN if CONVOLUTIONS in notes else MARGIN
     return Footprint(program, margin, (*notes, *[RECURRENT] * is_recurrent), step.multiple)
 
 
-def _checked(found: Sequence[T | AutobatchError]) -> list[T]:
-    """Return what was found, or raise the first error in it."""
-    values = []
-    for one in found:
-        if isinstance(one, AutobatchError):
-            raise one
-        values.append(one)
-    return values
-
-
-def _recorded_each(asked: Sequence[tuple[TracedStep, int]]) -> list[Recording | AutobatchError]:
-    """Trace steps at sizes, each in a process of its own, from batches that are read here."""
-    return run_in_copies([partial(_recorded, step, size, _read(step, size)) for step, size in asked])
-
-
-def _read(step: TracedStep, size: int) -> Collated | AutobatchError:
-    """Read a batch. Augmented data draw the same random numbers for each size."""
-    try:
-        with preserved_random_state():
-            return step.batch_of(size)
-    except AutobatchError as error:
-        return error
-    except Exception as error:
-        return _unpredictable(error)
-
-
-def _recorded(step: TracedStep, size: int, batch: Collated | AutobatchError) -> Recording | AutobatchError:
+def _recorded(step: TracedStep, size: int, batch: Collated) -> Recording | AutobatchError:
     """Trace a step at a size, on a batch that was read before; return the error if it cannot be traced."""
-    if isinstance(batch, AutobatchError):
-        return batch
     try:
         return record(replace(step, batch_of=lambda _: batch), size)
     except InputError as error:
         return error
     except (Exception, SystemExit) as error:
-        multiple = step.multiple == 1 and isinstance(error, AssertionError | ValueError)
-        return _unpredictable(error, "give --micro-batch-multiple" * multiple)
-
-
-def _unpredictable(error: BaseException, hint: str = "") -> Unpredictable:
-    """Return the reason why a step does not run on fake tensors, in one line."""
-    kind, text = type(error).__name__, (str(error).strip().splitlines() or [""])[0][:200]
-    end = f". If it runs at multiples of a number only, {hint}" if hint else ""
-    if hasattr(error, "func"):  # torch's own errors of fakes
-        return Unpredictable(f"cannot predict: {error.func} needs the values of the data{end}")
-    return Unpredictable(f"cannot predict: the step does not run without values ({kind}: {text}){end}")
+        is_odd = step.multiple == 1 and isinstance(error, AssertionError | ValueError)
+        end = ". If it runs at multiples of a number only, give --micro-batch-multiple" if is_odd else ""
+        if hasattr(error, "func"):  # torch's own errors of fakes
+            return Unpredictable(f"cannot predict: {error.func} needs the values of the data{end}")
+        kind, text = type(error).__name__, (str(error).strip().splitlines() or [""])[0][:200]
+        return Unpredictable(f"cannot predict: the step does not run without values ({kind}: {text}){end}")
