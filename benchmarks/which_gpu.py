@@ -94,7 +94,7 @@ def sizes(place: Path, way: Way) -> dict[str, int]:
     parallel = "shard" if way.ranks > 1 else "auto"
     asked = {"profile": [*GPUS], "precision": "bf16", "ranks": way.ranks, "parallel": parallel}
     options = as_options("estimate", **asked)
-    workload = open_named(f"hf:{place}", way.model).workload
+    workload, _ = open_named(f"hf:{place}", way.model)
     gpus = Gpus(options)
     (found,) = run_in_copies([lambda: Estimator(workload, options, gpus).limits()])
     return {one.profile: one.micro_batch for one in found}

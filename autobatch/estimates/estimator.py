@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -43,25 +43,6 @@ from autobatch.workload.streams import scanned, stream_notes
 
 if TYPE_CHECKING:  # importing FSDP takes a second
     from autobatch.distributed.shard import Sharding
-
-
-class Layout(NamedTuple):
-    """The ranks of a step, and what each of them holds."""
-
-    world: int = 1
-    parallel: Parallel = "replicate"
-    """``shard`` if they share the model, ``replicate`` if each has a whole one."""
-
-    @contextmanager
-    def sharding(self) -> Iterator[Sharding | None]:
-        """Act as a rank of this layout within the block: rank 0 of a group that exchanges nothing."""
-        if self.parallel == "replicate":
-            yield None
-            return
-        from autobatch.distributed.shard import fake_ranks
-
-        with fake_ranks(self.world) as sharding:
-            yield sharding
 
 
 def estimate_limits(workload: Workload, options: Options) -> Estimates:
@@ -98,8 +79,8 @@ class Estimator:
         self._worst_case = WorstCaseSampler(workload)
         self._worst_case.check_collate()
         self._batch_of = cache(self._worst_case.batch)
-        self._known: dict[tuple[Layout, Capability], Footprint] = {}
-        """By layout, and by the generation of the GPU."""
+        self._known: dict[tuple[Parallel, Capability], Footprint] = {}
+        """By what ranks do with the model, and by the generation of the GPU."""
 
     def estimates(self) -> Estimates:
         """Predict for each GPU; for a single one, or if none suffices, also predict what would help."""
@@ -117,14 +98,20 @@ class Estimator:
         """Predict what fits on each GPU that was asked about."""
         start, predictions = time.perf_counter(), []
         for gpu in self._gpus.asked:
-            layout, reason = self._choose(gpu)
-            step = self._footprint(gpu, layout)
-            predictions.append(partial(self._limit, gpu, step, layout, reason))
+            parallel, reason = self._choose(gpu)
+            step = self._footprint(gpu, parallel)
+            predictions.append(partial(self._limit, gpu, step, parallel, reason))
         found = run_in_copies(predictions)
         return [replace(estimate, seconds=time.perf_counter() - start) for estimate in found]
 
-    def step(self, gpu: HardwareProfile, layout: Layout) -> TracedStep:
-        """Return what is traced for a GPU."""
+    def step(self, gpu: HardwareProfile, parallel: Parallel = "replicate") -> TracedStep:
+        """Return what is traced for a GPU of ranks that share the model, or have a whole one each."""
+        sharding: Callable[[], AbstractContextManager[Sharding | None]] = nullcontext
+        if parallel == "shard":
+            # Importing FSDP takes a second. Here, or each copy of this process would do it again.
+            from autobatch.distributed.shard import fake_ranks
+
+            sharding = partial(fake_ranks, self._gpus.world)
         return TracedStep(
             workload=self._workload,
             model=self._model,
@@ -134,10 +121,12 @@ class Estimator:
             capability=gpu.compute_capability,
             multiple=self._options.micro_batch_multiple,
             samples=self._whole_batch,
-            sharding=layout.sharding,
+            sharding=sharding,
         )
 
-    def _limit(self, gpu: HardwareProfile, step: Footprint, layout: Layout, reason: str | None) -> Estimate:
+    def _limit(
+        self, gpu: HardwareProfile, step: Footprint, parallel: Parallel, reason: str | None
+    ) -> Estimate:
         """Predict what fits on one GPU, without what would help."""
         budget, source = self._gpus.budget(gpu)
         spending = self._gpus.spending(gpu)
@@ -148,67 +137,53 @@ class Estimator:
             budget_bytes=budget,
             budget_source=source,
             precision=self._gpus.precision,
-            micro_batch=found.micro_batch,
-            micro_batch_low=found.low,
-            micro_batch_high=found.high,
-            fits=found.fits,
-            peak_allocated_bytes=found.outcome.peak_allocated_bytes,
-            peak_reserved_bytes=found.outcome.peak_reserved_bytes,
+            **found._asdict(),
             plan=self._plan(found.micro_batch, step.multiple) if found.fits else None,
             memory={**where.by_kind, "workspaces of cuBLAS": spending.held_bytes},
             modules=where.by_module,
             phase=where.phase,
-            world_size=layout.world,
-            parallel=layout.parallel if layout.world > 1 else None,
+            world_size=self._gpus.world,
+            parallel=parallel if self._gpus.world > 1 else None,
             parallel_reason=reason,
             seconds=0.0,
         )
 
-    def _choose(self, gpu: HardwareProfile) -> tuple[Layout, str | None]:
-        """Return the layout that was asked for; else replicas if one sample fits, and shards if not."""
-        asked, replicas = self._options.parallel, Layout(self._gpus.world)
-        if replicas.world == 1 or asked == "replicate":
-            return replicas, None
-        reason = None
-        if asked != "shard":
-            step = self._footprint(gpu, replicas)
-            if self._gpus.spending(gpu)._replace(cap=step.multiple).largest(step)[0]:
-                return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
-            reason = "no whole model fits on a rank, so the ranks share it (--parallel shard)"
-        return self._shared(), reason
-
-    def _shared(self) -> Layout:
-        """Return the layout of ranks that share a model."""
-        # Here, or each copy would import it again.
-        import autobatch.distributed.shard  # noqa: F401
-
-        return Layout(self._gpus.world, "shard")
+    def _choose(self, gpu: HardwareProfile) -> tuple[Parallel, str | None]:
+        """Return what was asked for; else a whole model for each rank if one sample fits, and why."""
+        asked = self._options.parallel
+        if self._gpus.world == 1 or asked == "replicate":
+            return "replicate", None
+        if asked == "shard":
+            return "shard", None
+        step = self._footprint(gpu, "replicate")
+        if self._gpus.spending(gpu)._replace(cap=step.multiple).largest(step)[0]:
+            return "replicate", "a whole model fits on each rank, so each has its own (--parallel replicate)"
+        return "shard", "no whole model fits on a rank, so the ranks share it (--parallel shard)"
 
     def _remedies(self, gpu: HardwareProfile) -> list[Remedy]:
         """Return what would let more fit."""
-        layout = self._choose(gpu)[0]
-        changes = [*changes_of(self.step(gpu, layout))]
-        if self._gpus.world > 1 and layout.parallel == "replicate":
-            shared = self.step(gpu, self._shared())
-            changes.append(Change("shard", "--parallel shard", shared))
-        return helpful(self._footprint(gpu, layout), changes, self._gpus.spending(gpu))
+        parallel = self._choose(gpu)[0]
+        changes = [*changes_of(self.step(gpu, parallel))]
+        if self._gpus.world > 1 and parallel == "replicate":
+            changes.append(Change("shard", "--parallel shard", self.step(gpu, "shard")))
+        return helpful(self._footprint(gpu, parallel), changes, self._gpus.spending(gpu))
 
-    def _footprint(self, gpu: HardwareProfile, layout: Layout) -> Footprint:
+    def _footprint(self, gpu: HardwareProfile, parallel: Parallel) -> Footprint:
         """Return the footprint of a step on a GPU.
 
         Raises:
             AutobatchError: the step cannot be traced.
         """
         generation = max(GENERATIONS[0], *(first for first in GENERATIONS if first <= gpu.compute_capability))
-        if (layout, generation) not in self._known:
+        if (parallel, generation) not in self._known:
             try:
-                self._known[layout, generation] = footprint(self.step(gpu, layout))
+                self._known[parallel, generation] = footprint(self.step(gpu, parallel))
             except Unpredictable as error:
                 raise Unpredictable(
                     f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model "
                     "of that GPU's allocator"
                 ) from error
-        return self._known[layout, generation]
+        return self._known[parallel, generation]
 
     def _plan(self, micro_batch: int, multiple: int) -> Plan | None:
         if self._options.target_batch is None:

@@ -20,7 +20,7 @@ from autobatch.core.units import GiB, KiB, format_bytes
 from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
-from autobatch.device.trace import Replay, replay
+from autobatch.device.trace import replay
 from autobatch.estimates.footprints import Footprint
 from autobatch.footprint.program import Fitting
 from autobatch.report.words import plural
@@ -35,18 +35,19 @@ channels, links and GPU (github.com/NVIDIA/nccl/issues/864 and 1685)."""
 
 
 class Prediction(NamedTuple):
-    """The largest micro-batch that fits."""
+    """The largest micro-batch that fits, as in an `Estimate`."""
 
     micro_batch: int
     """The largest that is predicted to fit, 0 if none does; or the requested one."""
-    low: int
+    micro_batch_low: int
     """The largest in the budget less the margin."""
-    high: int
+    micro_batch_high: int
     """The largest without fragmentation."""
     fits: bool
     """True if ``micro_batch`` fits."""
-    outcome: Replay
-    """Replay at ``micro_batch`` (at 1 if that is 0), without a limit if it does not fit."""
+    peak_allocated_bytes: int
+    """Peak of a replay at ``micro_batch`` (at 1 if that is 0), without a limit if it does not fit."""
+    peak_reserved_bytes: int | None
 
 
 class Spending(NamedTuple):
@@ -82,7 +83,7 @@ class Spending(NamedTuple):
         fits = outcome.fits and asked > 0
         if not outcome.fits:
             outcome = replay(trace, self.new_allocator(None, False))
-        return Prediction(asked, low, high, fits, outcome)
+        return Prediction(asked, low, high, fits, outcome.peak_allocated_bytes, outcome.peak_reserved_bytes)
 
     def _most(self, step: Footprint, new_allocator: Callable[[], Allocator], cap: int) -> int:
         return Fitting([step.program], new_allocator).largest(cap, step.multiple)

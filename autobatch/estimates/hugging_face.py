@@ -59,21 +59,13 @@ def estimate_named(reference: str, options: Options) -> Estimates:
         InputError: there is no such model, its kind is unknown, or it takes no sequence like that.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    named = open_named(reference, options)
-    found = estimate_limits(named.workload, options)
-    return msgspec.structs.replace(found, notes=[named.about, *found.notes])
+    workload, about = open_named(reference, options)
+    found = estimate_limits(workload, options)
+    return msgspec.structs.replace(found, notes=[about, *found.notes])
 
 
-class Named(NamedTuple):
-    """A named model as a workload."""
-
-    workload: Workload
-    about: str
-    """What is trained, and how, in one line."""
-
-
-def open_named(reference: str, asked: Options) -> Named:
-    """Return the training of ``hf:NAME_OR_FOLDER`` as a workload of two samples.
+def open_named(reference: str, asked: Options) -> tuple[Workload, str]:
+    """Return the training of ``hf:NAME_OR_FOLDER`` as a workload of two samples, described in one line.
 
     Raises:
         InputError: there is no such model, its kind is unknown, or it takes no sequence like that.
@@ -92,7 +84,7 @@ def open_named(reference: str, asked: Options) -> Named:
     blocks = ", each block recomputed" if asked.checkpointing else ""
     dtype = str(task.dtype).removeprefix("torch.")
     about = f"{task.architecture}: {trained} in {dtype}, {size}, fused AdamW{blocks}"
-    return Named(workload, about)
+    return workload, about
 
 
 def load_config(name: str) -> Any:

@@ -25,7 +25,7 @@ from autobatch.device.allocator import AllocatorConfig, Block, BudgetExceeded, C
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.trace import replay
 from autobatch.distributed.shard import ShardedModel, Sharding, fake_ranks
-from autobatch.estimates.estimator import Estimator, Layout
+from autobatch.estimates.estimator import Estimator
 from autobatch.estimates.footprints import footprint
 from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.traced_step import TracedStep, record
@@ -62,10 +62,10 @@ def limits_of(checkouts: Path, row: Row) -> dict[str, object]:
         return Retrying(limit, config)
 
     return {
-        "low": predicted.low,
+        "low": predicted.micro_batch_low,
         "predicted": predicted.micro_batch,
         "with_retries": spending._replace(new_allocator=retrying).largest(found)[0],
-        "high": predicted.high,
+        "high": predicted.micro_batch_high,
         "seconds": round(time.perf_counter() - start, 1),
     }
 
@@ -231,4 +231,4 @@ def published(workload: Workload, profile: str, **values: Any) -> Published:
     options = Options(profile=[profile], max_micro_batch=NEAR, **values)
     gpus = Gpus(options)
     (gpu,) = gpus.asked
-    return Estimator(workload, options, gpus).step(gpu, Layout()), gpus, gpu
+    return Estimator(workload, options, gpus).step(gpu), gpus, gpu

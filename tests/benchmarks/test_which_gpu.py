@@ -29,8 +29,8 @@ def test_a_larger_gpu_never_takes_fewer_samples() -> None:
 @pytest.mark.program
 @pytest.mark.parametrize("name", which_gpu.MODELS)
 def test_a_config_has_the_parameters_that_its_authors_publish(tmp_path: Path, name: str) -> None:
-    named = which_gpu.open_named(f"hf:{which_gpu.write_config(tmp_path, name)}", which_gpu.Options())
-    model, _ = on_meta(named.workload)
+    place = which_gpu.write_config(tmp_path, name)
+    model, _ = on_meta(which_gpu.open_named(f"hf:{place}", which_gpu.Options())[0])
     assert sum(one.numel() for one in model.parameters()) == which_gpu.MODELS[name].parameters
 
 

@@ -51,19 +51,20 @@ def test_a_prediction_is_an_interval_around_its_answer() -> None:
     spending = Spending(256 * MiB, gpu_allocator, 10**6)
     found = spending.predict(step)
     assert found.fits
-    assert 0 < found.low < found.micro_batch <= found.high
-    assert found.outcome.peak_allocated_bytes <= found.outcome.peak_reserved_bytes <= 256 * MiB
+    assert 0 < found.micro_batch_low < found.micro_batch <= found.micro_batch_high
+    assert found.peak_allocated_bytes <= found.peak_reserved_bytes <= 256 * MiB
     peaks = [
-        replay(step.program.at(m), Allocator()).peak_allocated_bytes for m in (found.high, found.high + 1)
+        replay(step.program.at(m), Allocator()).peak_allocated_bytes
+        for m in (found.micro_batch_high, found.micro_batch_high + 1)
     ]
     assert peaks[0] <= 256 * MiB < peaks[1]
     less = Spending(int(256 * MiB * (1 - MARGIN)), gpu_allocator, 10**6)
-    assert found.low == less.largest(step)[0]
+    assert found.micro_batch_low == less.largest(step)[0]
     assert spending._replace(cap=7).predict(step)[:3] == (7, 7, 7)
     asked = spending.predict(step, 10**5)
-    assert (asked.fits, asked.outcome.peak_reserved_bytes > 256 * MiB) == (False, True)
+    assert (asked.fits, asked.peak_reserved_bytes > 256 * MiB) == (False, True)
     none = spending._replace(budget_bytes=MiB).predict(step)
-    assert (none.micro_batch, none.fits, none.outcome.peak_allocated_bytes > 0) == (0, False, True)
+    assert (none.micro_batch, none.fits, none.peak_allocated_bytes > 0) == (0, False, True)
 
 
 def deep(recompute: bool = False, fused: bool | None = None):
