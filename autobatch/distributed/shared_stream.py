@@ -6,6 +6,7 @@ message.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
-from autobatch.workload.streams import StreamReader, StreamSampler, length_of_stream
+from autobatch.workload.streams import StreamSampler, length_of_stream
 
 
 def open_sampler(workload: Workload, stream: Any, ranks: Ranks, options: Options) -> GlobalBatchSampler:
@@ -38,13 +39,13 @@ def open_sampler(workload: Workload, stream: Any, ranks: Ranks, options: Options
         samples, order = epoch_of(workload, options.seed)
         return GlobalBatchSampler(**lengths, samples=samples, order=order)
 
-    def share(own: list[Any]) -> list[Any]:
-        return ranks.broadcast(map_tensors(own, _alone))
+    def share(read: Callable[[], list[Any]]) -> list[Any]:
+        return ranks.broadcast(map_tensors(read(), _alone) if ranks.rank == 0 else [])
 
-    reader = StreamReader(
-        stream, options.seed, share=None if ranks.world == 1 else share, reads=ranks.rank == 0
-    )
-    return StreamSampler(**lengths, samples=length_of_stream(options.steps), reader=reader)
+    sampler = StreamSampler(**lengths, samples=length_of_stream(options.steps), stream=stream)
+    if ranks.world > 1:
+        sampler.share = share
+    return sampler
 
 
 def split_note(first_sample: Any, ranks: Ranks) -> str | None:

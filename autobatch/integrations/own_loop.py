@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -36,7 +36,7 @@ from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import digest_data
-from autobatch.workload.feed import Feed, open_feed
+from autobatch.workload.feed import Feed
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, order_digest
 from autobatch.workload.reference import WorkloadSource, find_workload
 from autobatch.workload.split import Split, split_of
@@ -66,7 +66,7 @@ class MicroBatch:
 class Batch:
     """The samples of one optimizer step, in micro-batches."""
 
-    def __init__(self, run: Batches, feed: Feed, drawn: GlobalBatch) -> None:
+    def __init__(self, run: Batches, drawn: GlobalBatch) -> None:
         self.index = drawn.index
         """Number of the batch in the run, from 0."""
         self.samples = len(drawn.ids)
@@ -79,7 +79,7 @@ class Batch:
         self._is_stepped = False
         counts = self._state.counts
         # No zip, which would hold each micro-batch until the next one is there.
-        made = map(lambda *pair: pair, feed.collated(drawn, run.micro_batch), self._sizes)
+        made = map(lambda *pair: pair, run.feed.collated(drawn, run.micro_batch), self._sizes)
         self._micro_batches: Iterator[tuple[Any, int]] = made if counts is None else counts.ahead(made)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -205,7 +205,7 @@ class Batches:
     micro_batch: int
     sampler: GlobalBatchSampler
     start: int
-    feeding: AbstractContextManager[Feed]
+    feed: Feed
     is_started: bool = False
 
     def __len__(self) -> int:
@@ -225,9 +225,9 @@ class Batches:
                 "once with autobatch.batches(…, epochs=N)"
             )
         self.is_started = True
-        with self.feeding as feed:
+        with closing(self.feed):
             for drawn in self.sampler.batches(self.start):
-                batch = Batch(self, feed, drawn)
+                batch = Batch(self, drawn)
                 yield batch
                 batch.check_stepped()
 
@@ -296,7 +296,7 @@ def batches(
         known, ranks, Options(target_batch=plan.target_batch, seed=seed, steps=steps, epochs=epochs)
     )
     if isinstance(sampler, StreamSampler):
-        sampler.reader.skip(sampler.seen(start))
+        sampler.skip(sampler.seen(start))
     split = split_of(plan, WorstCaseSampler(known, seed=seed).sizes, rank=ranks.rank, world=ranks.world)
     state = _train_state_of(known, plan, optimizers, scaler)
     if ranks.world > 1:
@@ -314,7 +314,7 @@ def batches(
         micro_batch=plan.largest_micro_batch,
         sampler=sampler,
         start=start,
-        feeding=open_feed(known, sampler, split, workers=workers, device=gpu),
+        feed=Feed(known, sampler, split, workers=workers, device=gpu),
     )
 
 

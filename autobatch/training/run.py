@@ -58,7 +58,7 @@ from autobatch.training.trackers import open_trackers
 from autobatch.training.validation import Validator, check_validation
 from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.feed import open_feed
+from autobatch.workload.feed import Feed
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything, seed_rank
@@ -423,7 +423,7 @@ def open_loop(
     workers = options.workers
     if workers is None:
         workers = int(plan.knobs.get(LOADER_WORKERS) or workload.workers or 0)
-    feeding = open_feed(
+    feed = Feed(
         workload,
         sampler,
         split,
@@ -431,7 +431,7 @@ def open_loop(
         device=device.torch_device,
         seeds_samples=sample_seeds,
     )
-    with device.training() as meter, feeding as feed:
+    with device.training() as meter, closing(feed):
         seed_everything(options.seed)
         train_state = _open_train_state(setup, plan, meter, ranks)
 

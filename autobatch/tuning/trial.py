@@ -31,7 +31,7 @@ from autobatch.rehearsal.rehearsal import Batch, Step, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Workload
-from autobatch.workload.feed import AHEAD, open_feed
+from autobatch.workload.feed import AHEAD, Feed
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
 from autobatch.workload.rng import seed_everything
 from autobatch.workload.split import Split
@@ -178,7 +178,8 @@ def time_steps(setup: Setup, sizes: list[int], workers: int) -> float:
             for batch in draw(setup.workload, each, steps=1).batches():
                 yield batch_of(setup.workload, Split().parts(batch, each))
         drawn = draw(setup.workload, size * in_a_step)
-        with open_feed(setup.workload, drawn, workers=workers, device=setup.device.torch_device) as feed:
+        feed = Feed(setup.workload, drawn, Split(), workers=workers, device=setup.device.torch_device)
+        with closing(feed):
             start = setup.clock()
             for batch in drawn.batches():
                 if batch.index == first:

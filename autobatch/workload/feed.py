@@ -23,8 +23,8 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -60,16 +60,13 @@ class MicroBatches(Dataset[Any]):
     """The micro-batches of a workload, each by its sample ids.
 
     Args:
-        workload: has the data and the collate function.
+        data: the samples by their ids.
+        collate: the workload's function; None for torch's default.
         seed: of the run, to seed every sample; None to draw from the generators as they are.
-        held: samples of a stream by their ids, in place of the data.
     """
 
-    def __init__(
-        self, workload: Workload, seed: int | None, *, held: Mapping[int, Any] | None = None
-    ) -> None:
-        self._data = workload.train_data if held is None else held
-        self._collate, self.seed = workload.collate, seed
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Collated] | None, seed: int | None) -> None:
+        self._data, self._collate, self._seed = data, collate, seed
 
     def load(self, part: MicroBatchIds) -> Collated:
         """Fetch and collate a micro-batch; seeded samples leave no trace in the generators.
@@ -77,16 +74,16 @@ class MicroBatches(Dataset[Any]):
         Raises:
             InputError: the samples cannot be collated.
         """
-        if self.seed is None:
+        if self._seed is None:
             return collate_samples(fetch(self._data, part.ids), self._collate)
         with preserved_random_state(gpus=False):
-            return self._load_seeded(self.seed, part)
+            return self._load_seeded(self._seed, part)
 
     def __getitem__(self, part: MicroBatchIds) -> Collated | AutobatchError:
         """Return a micro-batch in a worker, or the error that prevented it, of which torch keeps no notes."""
-        assert self.seed is not None
+        assert self._seed is not None
         try:
-            return self._load_seeded(self.seed, part)
+            return self._load_seeded(self._seed, part)
         except (Exception, SystemExit) as error:
             if classify(error) is not Verdict.NONE:
                 raise  # torch sends its type and text to the loop, and the recovery needs both
@@ -104,17 +101,54 @@ class MicroBatches(Dataset[Any]):
 
 
 class Feed:
-    """Source of a loop's micro-batches, which this process collates on demand.
+    """Source of a loop's micro-batches, which this process collates on demand, or its workers ahead.
 
     Args:
-        micro_batches: fetches and collates one.
-        split: forms them.
+        workload: has the data and the collate function.
+        sampler: the batches of the run.
+        split: forms the micro-batches.
+        workers: processes that fetch and collate; 0 to do so in the loop. Those of a stream only fetch.
+        device: to train on; the workers' micro-batches are copied to pinned memory for a GPU. None if it is
+            unknown.
+        seeds_samples: seed samples one by one, as they are with workers and in a split by size, which changes
+            the order in which they are read. Those of a stream have no seeds.
     """
 
-    def __init__(self, micro_batches: MicroBatches, split: Split) -> None:
-        self._micro_batches, self._split = micro_batches, split
-        self.seeds_samples = micro_batches.seed is not None
+    def __init__(
+        self,
+        workload: Workload,
+        sampler: GlobalBatchSampler,
+        split: Split,
+        *,
+        workers: int = 0,
+        device: torch.device | None = None,
+        seeds_samples: bool = False,
+    ) -> None:
+        self._sampler, self._split = sampler, split
+        self._options: dict[str, Any] = {}
+        """The workers, as arguments of a ``DataLoader``; empty to collate in this process."""
+        if workers:
+            open_socket_folder()
+            self._options = {
+                "num_workers": workers,
+                "timeout": PATIENCE,
+                "prefetch_factor": AHEAD,
+                "worker_init_fn": partial(start_worker, workload.init_worker),
+                "multiprocessing_context": START_METHOD,
+            }
+        self.seeds_samples = workers > 0 or seeds_samples or isinstance(split, SizeSplit)
         """True if samples are seeded one by one."""
+        data: Any = workload.train_data
+        if isinstance(sampler, StreamSampler):
+            data, sampler.workers = sampler.held, self._options
+            self.seeds_samples, self._options = False, {}
+        seed = sampler.seed if self.seeds_samples else None
+        self._micro_batches = MicroBatches(data, workload.collate, seed)
+        self._gpu = device if device is not None and device.type == "cuda" else None
+        self.workers: list[BaseProcess] = []
+        self._stream: Any = None
+        self._next: tuple[int, int] | None = None
+        """Batch and size limit of the micro-batches that the workers send next; None within a batch."""
 
     def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
         """Yield the collated micro-batches of a batch, on the host.
@@ -128,117 +162,21 @@ class Feed:
         Raises:
             InputError: the workload's data or collate function raised.
         """
+        parts = self._split.parts(batch, micro_batch)
+        if self._options:
+            return self._received(batch.index, micro_batch, len(parts))
         # Not kept in a variable, so that the loop alone holds a micro-batch while it trains on it.
-        return map(self._micro_batches.load, self._split.parts(batch, micro_batch))
+        return map(self._micro_batches.load, parts)
 
-
-@contextmanager
-def open_feed(
-    workload: Workload,
-    sampler: GlobalBatchSampler,
-    split: Split | None = None,
-    *,
-    workers: int = 0,
-    device: torch.device | None = None,
-    seeds_samples: bool = False,
-) -> Iterator[Feed]:
-    """Open the feed of a loop, and end its workers at the end of the block.
-
-    Args:
-        workload: has the data and the collate function.
-        sampler: the batches of the run.
-        split: forms the micro-batches; None for equal counts.
-        workers: processes that fetch and collate; 0 to do so in the loop.
-        device: to train on; the workers' micro-batches are copied to pinned memory for a GPU. None if it is
-            unknown.
-        seeds_samples: seed samples one by one, as they are with workers and in a split by size, which changes
-            the order in which they are read.
-    """
-    split = split or Split()
-    options: dict[str, Any] = {}
-    if workers:
-        open_socket_folder()
-        options = {
-            "num_workers": workers,
-            "timeout": PATIENCE,
-            "prefetch_factor": AHEAD,
-            "worker_init_fn": workload.init_worker,
-            "multiprocessing_context": START_METHOD,
-        }
-    if isinstance(sampler, StreamSampler):
-        # The stream has its own workers, and no seeds.
-        sampler.reader.workers = options
-        yield Feed(MicroBatches(workload, None, held=sampler.held), split)
-        return
-    is_seeded = workers > 0 or seeds_samples or isinstance(split, SizeSplit)
-    micro_batches = MicroBatches(workload, sampler.seed if is_seeded else None)
-    if not workers:
-        yield Feed(micro_batches, split)
-        return
-    options["worker_init_fn"] = partial(start_worker, workload.init_worker)
-    feed = WorkerFeed(micro_batches, split, sampler, device, options)
-    try:
-        yield feed
-    finally:
-        feed.close()
-
-
-def open_socket_folder() -> None:
-    """Make this process's folder for the sockets through which its workers send tensors.
-
-    Without it, each worker makes one of its own, and leaves it behind if it is killed. If the folder for
-    temporary files has a long path, it is made in ``/tmp``, as by Python 3.14: a worker that cannot open its
-    socket sends nothing, and the loop would wait for it in vain.
-    """
-    usual = tempfile.gettempdir()
-    if len(os.fsencode(f"{usual}/pymp-12345678/listener-12345678")) > LONGEST_SOCKET and os.name == "posix":
-        tempfile.tempdir = "/tmp"
-    try:
-        multiprocessing.util.get_temp_dir()
-    finally:
-        tempfile.tempdir = usual
-
-
-class WorkerFeed(Feed):
-    """Micro-batches from loader workers; see `open_feed`.
-
-    Args:
-        micro_batches: fetches and collates one, in a worker.
-        split: forms them.
-        sampler: the batches of the run, drawn ahead.
-        device: to train on; None if it is unknown.
-        options: the workers, as arguments of a ``DataLoader``.
-    """
-
-    def __init__(
-        self,
-        micro_batches: MicroBatches,
-        split: Split,
-        sampler: GlobalBatchSampler,
-        device: torch.device | None,
-        options: dict[str, Any],
-    ) -> None:
-        super().__init__(micro_batches, split)
-        self._sampler, self._options = sampler, options
-        self._gpu = device if device is not None and device.type == "cuda" else None
-        self.workers: list[BaseProcess] = []
-        self._stream: Any = None
-        self._next: tuple[int, int] | None = None
-        """Batch and size limit of the micro-batches that the stream yields next; None within a batch."""
-
-    def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
-        """See `Feed.collated`.
-
-        Raises:
-            InputError: the workload's data or collate function raised in a worker.
-        """
-        if self._next != (batch.index, micro_batch):
-            self._start(batch.index, micro_batch)
+    def _received(self, index: int, micro_batch: int, count: int) -> Iterator[Collated]:
+        """Yield the micro-batches of a batch as the workers send them."""
+        if self._next != (index, micro_batch):
+            self._start(index, micro_batch)
         self._next = None
-        for left in reversed(range(len(self._split.parts(batch, micro_batch)))):
+        for left in reversed(range(count)):
             if not left:
-                self._next = batch.index + 1, micro_batch
-            yield self._take()
+                self._next = index + 1, micro_batch
+            yield raised_here(next(self._stream))
 
     def close(self) -> None:
         """End the workers, even in the middle of their work."""
@@ -277,11 +215,28 @@ class WorkerFeed(Feed):
             self._stream = iter(loader)
         self.workers = [process for process in multiprocessing.active_children() if process not in others]
 
-    def _take(self) -> Collated:
-        made = next(self._stream)
-        if isinstance(made, AutobatchError):
-            raise made
-        return made
+
+def raised_here(made: Collated | AutobatchError) -> Collated:
+    """Return a micro-batch of a worker, or raise the error that prevented it."""
+    if isinstance(made, AutobatchError):
+        raise made
+    return made
+
+
+def open_socket_folder() -> None:
+    """Make this process's folder for the sockets through which its workers send tensors.
+
+    Without it, each worker makes one of its own, and leaves it behind if it is killed. If the folder for
+    temporary files has a long path, it is made in ``/tmp``, as by Python 3.14: a worker that cannot open its
+    socket sends nothing, and the loop would wait for it in vain.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(f"{usual}/pymp-12345678/listener-12345678")) > LONGEST_SOCKET and os.name == "posix":
+        tempfile.tempdir = "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 def start_worker(init: Callable[[int], object] | None, number: int) -> None:

@@ -45,7 +45,7 @@ class GlobalBatch:
     ids: list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GlobalBatchSampler:
     """The batches of a run. Any batch can be found without drawing those before it."""
 

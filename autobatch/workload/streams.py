@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, islice
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
 from torch import Tensor
@@ -61,7 +61,7 @@ def scanned(workload: Workload, most: int | None = None) -> Workload:
         return workload
     most = most or SCAN
     with preserved_random_state():
-        first = list(islice(StreamReader(workload.train_data).epoch(), most + 1))
+        first = list(islice(read_epoch(workload.train_data), most + 1))
     return replace(workload, train_data=first if len(first) <= most else Prefix(first[:most]))
 
 
@@ -89,174 +89,138 @@ def length_of_stream(steps: int | None) -> int:
     return ENDLESS
 
 
-class StreamReader:
-    """The samples of a stream of the user's over all epochs, read forward and only once.
+def read_epoch(
+    stream: Any, seed: int = 0, epoch: int = 0, workers: dict[str, Any] | None = None
+) -> Iterator[Any]:
+    """Yield the samples of one epoch, from the generators that the seed and its number give.
 
     Args:
         stream: the user's.
         seed: of the run.
-        share: gives what rank 0 has read to all ranks, which call it together; None for one process.
-        reads: False for all ranks but 0.
+        epoch: its number.
+        workers: loader processes that read, as arguments of a ``DataLoader``; None or empty for none.
+
+    Raises:
+        InputError: it has no sample, or each loader process yields the same ones.
     """
-
-    def __init__(
-        self,
-        stream: Any,
-        seed: int = 0,
-        *,
-        share: Callable[[list[Any]], list[Any]] | None = None,
-        reads: bool = True,
-    ) -> None:
-        self._stream, self._seed, self._share, self._reads = stream, seed, share, reads
-        self.workers: dict[str, Any] = {}
-        """Loader processes that read, as arguments of a ``DataLoader``; empty for none."""
-        self._random: RandomState | None = None
-        """The generators as the stream left them; None before its first epoch begins."""
-        self._epoch = self._in_epoch = 0
-        """Number of the epoch, and of its samples that were read."""
-        self._samples = chain.from_iterable(self.epoch() for _ in count())
-
-    def epoch(self) -> Iterator[Any]:
-        """Yield the samples of one epoch, from the generators that the seed and its number give.
-
-        Raises:
-            InputError: it has no sample, or each loader process yields the same ones.
-        """
-        seed_generators(self._seed, IN_STREAM, self._epoch, 0)
-        self._in_epoch, looked_at = 0, list[str]()
-        with user_code("train_data", self._stream):
-            reader = iter(self._open())
-        while True:
-            with user_code(f"train_data at position {self._in_epoch}"):
-                sample = next(reader, END)
-            if sample is END:
-                break
-            if self._in_epoch < COMPARED * self.workers.get("num_workers", 0):
-                looked_at.append(digest_of(sample))
-                self._check_shared(looked_at)
-            self._in_epoch += 1
-            yield sample
-        if not self._in_epoch:
+    seed_generators(seed, IN_STREAM, epoch, 0)
+    with user_code("train_data", stream):
+        reader = iter(_opened(stream, epoch, workers or {}))
+    first, processes = list[str](), workers["num_workers"] if workers else 0
+    for position in count():
+        with user_code(f"train_data at position {position}"):
+            sample = next(reader, END)
+        if sample is END and position:
+            return
+        if sample is END:
             raise InputError(
-                f"in epoch {self._epoch + 1} the stream of Workload(train_data=…) has 0 samples: at least 1 "
-                "is needed. Give data that can be iterated in each epoch, or ask for fewer steps"
+                f"in epoch {epoch + 1} the stream of Workload(train_data=…) has 0 samples: at least 1 is "
+                "needed. Give data that can be iterated in each epoch, or ask for fewer steps"
             )
-        self._epoch += 1
+        if position < COMPARED * processes:
+            first.append(digest_of(sample))
+        if processes > 1 and position == COMPARED * processes - 1:
+            # Processes take turns.
+            of_each = {tuple(first[process::processes]) for process in range(processes)}
+            if len(of_each) == 1 and len({*first}) > 1:
+                raise InputError(
+                    f"each of {processes} loader processes yields the same samples, so that a run would "
+                    f"train on each {processes} times: let the stream share them by "
+                    "torch.utils.data.get_worker_info(), or use --workers 0"
+                )
+        yield sample
 
-    def read(self, number: int) -> list[Any]:
-        """Return the next samples, as many as one batch has."""
-        samples: list[Any] = []
-        if self._reads:
-            with self._drawing():
-                samples = list(islice(self._samples, number))
-        return samples if self._share is None else self._share(samples)
+
+def _opened(source: Any, epoch: int, workers: dict[str, Any]) -> Any:
+    """Return the object to iterate for an epoch: of a data set that is told its number, or made.
+
+    Raises:
+        InputError: the user's function returns a batch, or loader processes cannot share what it makes.
+    """
+    set_epoch = getattr(source, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    if not hasattr(source, "__iter__"):
+        source = source()
+        is_row = isinstance(source, tuple) and any(isinstance(part, Tensor) for part in source)
+        has_batches = isinstance(source, DataLoader) and source.batch_sampler is not None
+        if is_row or has_batches or source is None or isinstance(source, Mapping | str | bytes):
+            raise InputError(
+                f"the function of Workload(train_data=…) returned {kind_of(source)}, which does not yield "
+                "samples one by one: write a function that does, for example with `while True: yield from "
+                "zip(*get_batch())`, or give the dataset of a loader"
+            )
+    if not workers:
+        return source
+    if not isinstance(source, IterableDataset):
+        raise InputError(
+            f"loader processes (--workers {workers['num_workers']}) cannot share the samples of "
+            f"{kind_of(source)}: use --workers 0, or an IterableDataset"
+        )
+    return DataLoader(source, batch_size=None, collate_fn=unchanged, **workers)
+
+
+@dataclass(kw_only=True)
+class StreamSampler(GlobalBatchSampler):
+    """The batches of a run over a stream, read forward and only once: the places of its samples, in order."""
+
+    stream: Any
+    share: Callable[[Callable[[], list[Any]]], list[Any]] = lambda read: read()
+    """Returns to all ranks, which call it together, what the function reads on one of them."""
+    workers: dict[str, Any] = field(default_factory=dict)
+    """Loader processes that read, as arguments of a ``DataLoader``; empty for none."""
+    held: dict[int, Any] = field(default_factory=dict)
+    """Samples of the current batch by their places, in place of the training data."""
+    _random: RandomState | None = None
+    """The generators as the stream left them; None before its first epoch begins."""
+    _epoch: int = 0
+    _in_epoch: int = 0
+    """Number of the epoch, and of its samples that were read."""
+
+    def __post_init__(self) -> None:
+        """Begin before the first epoch, which is opened with its first sample."""
+        self._samples = self._over_epochs()
+
+    def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
+        """Read the batches of the run, from number ``start`` on, which is where the stream is."""
+        for index in range(start, self.total):
+            places = range(self.seen(index), self.seen(index + 1))
+            self.held.clear()  # before the next samples take memory
+            self.held.update(zip(places, self.share(partial(self._read, len(places))), strict=True))
+            yield GlobalBatch(index, list(places))
 
     def skip(self, samples: int) -> None:
         """Read samples, and hold none of them."""
-        with self._drawing():
-            deque(islice(self._samples, samples if self._reads else 0), maxlen=0)
+        self.share(partial(self._read, samples, most_held=0))
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the place in the stream."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the stream, between two batches."""
         return {"epoch": self._epoch, "in_epoch": self._in_epoch}
 
-    def load_state_dict(self, state: dict[str, int]) -> list[str]:
+    def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
         """Read again until a place in the stream, and say so."""
+        assert state is not None
         self._epoch = state["epoch"]
         self.skip(state["in_epoch"])
         return [f"the first {state['in_epoch']:,} samples of the stream were read again and skipped"]
 
-    def _check_shared(self, looked_at: list[str]) -> None:
-        """Compare the first samples of loader processes, which take turns, by their digests.
+    def _over_epochs(self) -> Iterator[Any]:
+        while True:
+            self._in_epoch = 0
+            for sample in read_epoch(self.stream, self.seed, self._epoch, self.workers):
+                self._in_epoch += 1
+                yield sample
+            self._epoch += 1
 
-        Raises:
-            InputError: each process yields the same samples.
-        """
-        processes = self.workers["num_workers"]
-        own = [looked_at[process::processes] for process in range(processes)]
-        if processes > 1 and len(own[-1]) == COMPARED and own == own[:1] * processes and len({*own[0]}) > 1:
-            raise InputError(
-                f"each of {processes} loader processes yields the same samples, so that a run would train on "
-                f"each {processes} times: let the stream share them by torch.utils.data.get_worker_info(), "
-                "or use --workers 0"
-            )
-
-    @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Let the stream draw from its own states of the CPU's generators within the block."""
+    def _read(self, samples: int, most_held: int | None = None) -> list[Any]:
+        """Read so many samples, with the stream's own states of the CPU's generators."""
         with preserved_random_state(gpus=False):
             if self._random is not None:
                 restore_random_state(self._random)
             try:
-                yield
+                return list(deque(islice(self._samples, samples), most_held))
             finally:
                 self._random = capture_random_state(gpus=False)
-
-    def _open(self) -> Any:
-        """Return the object to iterate for the current epoch: of a data set that is told its number, or made.
-
-        Raises:
-            InputError: the user's function returns a batch, or loader processes cannot share what it makes.
-        """
-        source = self._stream
-        set_epoch = getattr(source, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(self._epoch)
-        if not hasattr(source, "__iter__"):
-            source = source()
-            is_row = isinstance(source, tuple) and any(isinstance(part, Tensor) for part in source)
-            if isinstance(source, Mapping) or is_row:
-                raise InputError(
-                    f"the function of Workload(train_data=…) returned {kind_of(source)} of {len(source)} "
-                    "parts, which looks like a batch: write a function that yields its samples, for example "
-                    "with `while True: yield from zip(*get_batch())`"
-                )
-            is_iterable = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
-            if not is_iterable or isinstance(source, str | bytes):
-                raise InputError(
-                    f"the function of Workload(train_data=…) returned {kind_of(source)}, which has no "
-                    "samples: write a function that yields them, or returns what can be iterated"
-                )
-            if isinstance(source, DataLoader) and source.batch_sampler is not None:
-                raise InputError(
-                    f"the function of Workload(train_data=…) returned {kind_of(source)}, which yields "
-                    "batches in place of samples: write Workload.from_loader(loader, …), or give its dataset"
-                )
-        if not self.workers:
-            return source
-        if not isinstance(source, IterableDataset):
-            raise InputError(
-                f"loader processes (--workers {self.workers['num_workers']}) cannot share the samples of "
-                f"{kind_of(source)}: use --workers 0, or an IterableDataset"
-            )
-        # torch's default would turn its arrays into tensors.
-        return DataLoader(source, batch_size=None, collate_fn=unchanged, **self.workers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamSampler(GlobalBatchSampler):
-    """The batches of a run over a stream: the places of its samples, in order."""
-
-    reader: StreamReader
-    held: dict[int, Any] = field(default_factory=dict)
-    """Samples of the current batch by their places, in place of the training data."""
-
-    def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
-        """Read the batches of the run, from number ``start`` on, which is where the reader is."""
-        for index in range(start, self.total):
-            places = range(self.seen(index), self.seen(index + 1))
-            self.held.clear()  # before the next samples take memory
-            self.held.update(zip(places, self.reader.read(len(places)), strict=True))
-            yield GlobalBatch(index, list(places))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the stream, between two batches."""
-        return self.reader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
-        """See `StreamReader.load_state_dict`."""
-        assert state is not None
-        return self.reader.load_state_dict(state)
 
 
 def unchanged(sample: Any) -> Any:

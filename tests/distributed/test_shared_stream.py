@@ -27,7 +27,8 @@ def send_samples() -> tuple[bool, int]:
     options = as_options("fit", target_batch=3, steps=1)
     sampler = open_sampler(make_workload(), lambda: iter(samples), group, options)
     assert isinstance(sampler, StreamSampler)
-    tensors, plain, row = sampler.reader.read(3)
+    next(sampler.batches())
+    tensors, plain, row = sampler.held.values()
     note = split_note(group.rank, group)
     assert split_note(samples[0], group) is None
     group.close()

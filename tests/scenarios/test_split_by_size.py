@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from autobatch import Loss
 from autobatch.training.validation import Validator
-from autobatch.workload.feed import open_feed
+from autobatch.workload.feed import Feed
 from tests.support.ragged import CONTRASTIVE, Sequences, ragged_split, ragged_workload
 from tests.support.training import apart, make_loop, token_loss, weights
 
@@ -21,10 +22,6 @@ def loop_of(workload, *, by_size: bool = True, limit: int = 5, **options):
         return make_loop(workload, micro_batch=limit, **options)
     split = ragged_split(workload, limit)
     return make_loop(workload, micro_batch=split.largest, split=split, **options)
-
-
-def feed_of(loop, workers: int = 0):
-    return open_feed(loop.workload, loop.sampler, workers=workers, seeds_samples=True, split=loop.split)
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss": CONTRASTIVE}])
@@ -44,8 +41,8 @@ def test_random_draws_of_the_data_belong_to_the_sample_and_not_to_the_split() ->
     found = []
     for by_size, workers in ((False, 0), (True, 0), (True, 2)):
         loop = loop_of(workload, by_size=by_size)
-        with feed_of(loop, workers) as feed:
-            loop.feed = feed
+        loop.feed = Feed(loop.workload, loop.sampler, loop.split, workers=workers, seeds_samples=True)
+        with closing(loop.feed):
             list(loop.run())
         found.append(weights(loop.train_state.model))
     assert apart(found[0], found[1]) <= 1e-12

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.context import ForkProcess
 from typing import Any
 
 from autobatch import Workload
 from autobatch.training.loop import Loop
-from autobatch.workload.feed import open_feed
+from autobatch.workload.feed import Feed
 from tests.support.training import make_loop
 
 
@@ -20,8 +20,8 @@ def fed_loop(
 ) -> Iterator[Loop]:
     """Open a loop of 6 steps with its feed, as ``fit`` does."""
     loop = make_loop(workload, seed=seed, **{"target_batch": 7, "micro_batch": 3, "steps": 6, **options})
-    with open_feed(workload, loop.sampler, workers=workers, seeds_samples=sample_seeds) as feed:
-        loop.feed = feed
+    loop.feed = Feed(workload, loop.sampler, loop.split, workers=workers, seeds_samples=sample_seeds)
+    with closing(loop.feed):
         yield loop
 
 

@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import safetensors.torch  # noqa: F401, a writer imports it: most kills would hit that
@@ -27,7 +27,7 @@ from autobatch import Progress
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
-from autobatch.workload.feed import open_feed
+from autobatch.workload.feed import Feed
 from tests.support.kinds import run_of
 from tests.support.runs import settings
 from tests.support.training import fingerprint, make_loop
@@ -56,7 +56,8 @@ def resume(folder: Path, workers: int | None) -> None:
         restore_loop(loop, resumed.state, same_hardware=True)
     run = settings(folder, resumed=resumed, checkpoint_every=1, keep_last=2)
     seeded = {"workers": workers or 0, "seeds_samples": workers is not None}
-    with open_feed(workload, loop.sampler, **seeded) as loop.feed:
+    loop.feed = Feed(workload, loop.sampler, loop.split, **seeded)
+    with closing(loop.feed):
         train(loop, run, Acknowledging(folder / "acknowledged"))
     (folder / "done").write_text(fingerprint(loop.train_state.model, *loop.train_state.average.tensors()))
 

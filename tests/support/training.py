@@ -24,7 +24,7 @@ from autobatch.step.train_state import StepSettings, TrainState, build_train_sta
 from autobatch.training.loop import Loop
 from autobatch.training.run import build_schedules
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.feed import Feed, MicroBatches
+from autobatch.workload.feed import Feed
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import seed_everything
 from autobatch.workload.split import Split
@@ -171,7 +171,7 @@ def make_loop(
     )
     schedules = build_schedules(workload, train_state.optimizers, sampler)
     split = fields.get("split", Split())
-    known = {"meter": Meter(), "split": split, "feed": Feed(MicroBatches(workload, None), split)}
+    known = {"meter": Meter(), "split": split, "feed": Feed(workload, sampler, split)}
     return Loop(
         workload=workload, train_state=train_state, sampler=sampler, device=device, micro_batch=micro_batch,
         schedules=schedules, **{**known, **fields},

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 from autobatch import InputError
-from autobatch.workload.feed import open_feed
+from autobatch.workload.feed import Feed
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state
+from autobatch.workload.split import Split
 from tests.support.feeds import fed_loop, loader_workers
 from tests.support.kinds import stateful
 from tests.support.training import (
@@ -48,7 +50,7 @@ def fed_samples(
     workload = make_workload(train_data=Numbered(*points(dtype=torch.float32).columns))
     sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=seed, epochs=2)
     found = []
-    with open_feed(workload, sampler, workers=workers, seeds_samples=True) as feed:
+    with closing(Feed(workload, sampler, Split(), workers=workers, seeds_samples=True)) as feed:
         for batch in sampler.batches(start):
             for ids, inputs, _ in feed.collated(batch, micro_batch):
                 found += list(zip(ids.tolist(), inputs.tolist(), strict=True))
@@ -78,7 +80,7 @@ def test_samples_arrive_as_they_were_collated_and_are_read_one_at_a_time(workers
 
     workload = stateful(train_data=Many(*points(dtype=torch.float32).columns), collate=collate)
     before = repr(capture_random_state())
-    with open_feed(workload, SAMPLER, workers=workers, seeds_samples=True) as feed:
+    with closing(Feed(workload, SAMPLER, Split(), workers=workers, seeds_samples=True)) as feed:
         for batch in SAMPLER.batches():
             for data in feed.collated(batch, 5):
                 assert isinstance(data["rows"], np.ndarray)
@@ -168,7 +170,8 @@ def test_micro_batches_for_a_gpu_are_in_pinned_memory() -> None:
     gpu = torch.device("cuda", torch.cuda.device_count() - 1)
     found = []
     for workers in (0, 2):
-        with open_feed(stateful(), SAMPLER, workers=workers, seeds_samples=True, device=gpu) as feed:
+        feed = Feed(stateful(), SAMPLER, Split(), workers=workers, seeds_samples=True, device=gpu)
+        with closing(feed):
             found.append([data for batch in SAMPLER.batches() for data in feed.collated(batch, 4)])
     assert all(tensor.is_pinned() for data in found[1] for tensor in data)
     assert all(

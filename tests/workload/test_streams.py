@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from autobatch import InputError
-from autobatch.workload.streams import ENDLESS, StreamReader, StreamSampler
+from autobatch.workload.streams import ENDLESS, StreamSampler
 
 
 class Numbers(IterableDataset[int]):
@@ -28,7 +28,7 @@ class Numbers(IterableDataset[int]):
 
 
 def sampler_of(stream: Any, steps: int = 4) -> StreamSampler:
-    return StreamSampler(samples=ENDLESS, target_batch=4, seed=0, steps=steps, reader=StreamReader(stream, 0))
+    return StreamSampler(samples=ENDLESS, target_batch=4, seed=0, steps=steps, stream=stream)
 
 
 def drawn(sampler: StreamSampler, start: int = 0) -> list[list[int]]:
@@ -48,7 +48,7 @@ def test_workers_read_the_same_samples() -> None:
     first, again = sampler_of(Numbers()), sampler_of(Numbers())
     batches, seen = first.batches(), []
     for sampler in (first, again):
-        sampler.reader.workers = {"num_workers": 1, "prefetch_factor": 2}
+        sampler.workers = {"num_workers": 1, "prefetch_factor": 2}
     for _ in range(3):
         seen.append([first.held[place] for place in next(batches).ids])
     (words,) = again.load_state_dict(first.state_dict())
@@ -61,10 +61,10 @@ def test_workers_read_the_same_samples() -> None:
     [
         (lambda: iter([]), 0, "has 0 samples"),
         (iter(range(6)), 0, "in epoch 2 .* has 0 samples"),
-        (lambda: (torch.ones(4, 3), torch.ones(4)), 0, r"like a batch: .*zip.*\n.*test_streams.py:\d+\)"),
-        (lambda: None, 0, r"returned nothing \(None\), which has no samples: write a"),
-        (lambda: "mnist", 0, "returned a str, which has no samples"),
-        (lambda: DataLoader(Numbers(), 4), 0, "a DataLoader, which yields batches in place .*from_loader"),
+        (lambda: (torch.ones(4, 3), torch.ones(4)), 0, r"a tuple, .*zip.*\n.*test_streams.py:\d+\)"),
+        (lambda: None, 0, r"returned nothing \(None\), which does not yield samples one by one: write a"),
+        (lambda: "mnist", 0, "returned a str, which does not yield samples"),
+        (lambda: DataLoader(Numbers(), 4), 0, "returned a DataLoader, .*the dataset of a loader"),
         (lambda: iter(range(6)), 2, r"--workers 2\) cannot share .*\n.*test_streams.py:\d+\)"),
         (Numbers(40), 2, "each of 2 loader processes yields the same samples"),
     ],
@@ -72,6 +72,6 @@ def test_workers_read_the_same_samples() -> None:
 def test_a_stream_that_cannot_be_read_is_refused(stream: Any, workers: int, message: str) -> None:
     sampler = sampler_of(stream, steps=20)
     if workers:
-        sampler.reader.workers = {"num_workers": workers}
+        sampler.workers = {"num_workers": workers}
     with pytest.raises(InputError, match=message):
         drawn(sampler)
