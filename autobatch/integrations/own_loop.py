@@ -35,9 +35,9 @@ from autobatch.step.train_step import StepResult, finish, run_backward
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.data_digest import digest_data
+from autobatch.workload.data_digest import digest_data, digest_of
 from autobatch.workload.feed import Feed
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, order_digest
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.reference import WorkloadSource, find_workload
 from autobatch.workload.split import Split, split_of
 from autobatch.workload.streams import StreamSampler
@@ -353,7 +353,7 @@ def _sampler_of(workload: Workload, ranks: Ranks, options: Options) -> GlobalBat
     stream = data if is_stream(data) else None
     sampler = open_sampler(workload, stream, ranks, options)
     if ranks.world > 1 and stream is None:
-        digest = None if sampler.order is None else order_digest(sampler.order)
+        digest = None if sampler.order is None else digest_of(sampler.order(0))
         ranks.check_equal({"number of batches": sampler.total, "order of the sampler": digest})
         check_data_of_ranks(digest_data(workload.train_data), ranks)
     return sampler

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice
 
 import msgspec
+import numpy as np
 
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt
@@ -96,7 +97,7 @@ def batches_to_run(setup: Setup, samples: int, seed: int) -> list[GlobalBatch]:
         target_batch=samples,
         seed=seed,
         steps=max(2 * FIRST, min(epoch, MOST_SAMPLES) // samples),
-        order=order if setup.stream is None else lambda _: range(epoch),
+        order=order if setup.stream is None else lambda _: np.arange(epoch),
     )
     if sizes is None:
         return list(islice(run.batches(), 2 * FIRST))

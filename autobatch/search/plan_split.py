@@ -23,8 +23,9 @@ from autobatch.distributed.ranks import Ranks, agree_on_cut
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.plan_limit import FIRST, TRIES, batches_to_run, run_batches
+from autobatch.workload.data_digest import digest_of
 from autobatch.workload.order import GlobalBatch
-from autobatch.workload.split import Sizes, SizeSplit, Split, sizes_digest
+from autobatch.workload.split import Sizes, SizeSplit, Split
 from autobatch.workload.user_code import describe
 
 LEAST_SAVED = 0.03
@@ -114,7 +115,7 @@ def _choose(
             longest=float(sizes.max()),
             micro_batch=smaller,
             max_micro_batch=cap,
-            digest=sizes_digest(sizes),
+            digest=digest_of(sizes),
         )
         split = SizeSplit(sizes=sizes, cut=cut)
         saved = max(0.0, _saved(split, batches[:FIRST], plan.micro_batch))

@@ -32,10 +32,16 @@ from autobatch.step.gradients import is_sharded
 from autobatch.training.checkpoint import SHARDED, Loaded, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import map_leaves
-from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
-from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state, seed_rank
-from autobatch.workload.split import sizes_digest
+from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler
+from autobatch.workload.rng import (
+    RandomState,
+    capture_random_state,
+    mix_seed,
+    restore_random_state,
+    seed_everything,
+)
 
 BEFORE_TRAINING = ("device", "probe", "tuning", "title", "memory_curve")
 """Records of the parts before the training, which every checkpoint keeps for a resume."""
@@ -135,7 +141,7 @@ def _restore_random(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool
     """Restore the random states of this rank, or seed it anew if the checkpoint has no such rank."""
     rank, of_ranks = loop.engine.ranks.rank, state["random"]
     if rank >= len(of_ranks):
-        seed_rank(loop.sampler.seed, rank, state["counters"]["batches_seen"])
+        seed_everything(mix_seed(loop.sampler.seed, rank, state["counters"]["batches_seen"]))
         return
     saved = RandomState(**of_ranks[rank])
     is_same = same_hardware and len(saved.cuda) == len(capture_random_state().cuda)
@@ -231,7 +237,7 @@ def run_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
         "--seed": sampler.seed,
         "version of the data order": ORDER_VERSION,
         "number of training samples": sampler.samples,
-        "order of the sampler": None if sampler.order is None else order_digest(sampler.order),
+        "order of the sampler": None if sampler.order is None else digest_of(sampler.order(0)),
         STEPS: sampler.total,
         SAMPLES: sampler.seen(sampler.total),
     }
@@ -272,7 +278,7 @@ def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, option
     sizes = None if cut is None else setup.worst_case.sizes()
     changes = {
         "--split": options.split not in ("auto", plan.split),
-        "sizes of the samples": cut is not None and (sizes is None or sizes_digest(sizes) != cut.digest),
+        "sizes of the samples": cut is not None and (sizes is None or digest_of(sizes) != cut.digest),
         "--parallel": setup.role.shards != (plan.world_size if plan.parallel == "shard" else None),
         "number of ranks": len(of_ranks) != ranks.world,
     }

@@ -61,7 +61,7 @@ from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import Feed
 from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.rng import preserved_random_state, seed_everything, seed_rank
+from autobatch.workload.rng import mix_seed, preserved_random_state, seed_everything
 from autobatch.workload.split import split_of
 from autobatch.workload.user_code import describe, user_code
 
@@ -446,7 +446,7 @@ def open_loop(
             engine = Whole(ranks, train_state)
             ranks.send([*train_state.model.parameters(), *train_state.model.buffers()])
         if ranks.rank:
-            seed_rank(options.seed, ranks.rank)
+            seed_everything(mix_seed(options.seed, ranks.rank))
         loop = Loop(
             workload=workload,
             train_state=train_state,

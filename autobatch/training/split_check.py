@@ -113,7 +113,7 @@ def examine_run(setup: Setup, micro_batch: int, target_batch: int, seed: int = 0
         return examine(setup, micro_batch, range(len(setup.workload.train_data)))  # type: ignore[arg-type]
     count, order = epoch_of(setup.workload, seed)
     if order is not None:
-        return examine(setup, micro_batch, list(dict.fromkeys(order(0)[:target_batch])))
+        return examine(setup, micro_batch, list(dict.fromkeys(order(0)[:target_batch].tolist())))
     return examine(setup, micro_batch, permutation(count, seed=seed, epoch=0)[:CANDIDATES].tolist())
 
 

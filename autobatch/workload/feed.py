@@ -38,7 +38,7 @@ from autobatch.device.oom import Verdict, classify
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.rng import preserved_random_state, seed_generators
+from autobatch.workload.rng import preserved_random_state, seed_cpu
 from autobatch.workload.split import MicroBatchIds, SizeSplit, Split
 from autobatch.workload.streams import StreamSampler, unchanged
 from autobatch.workload.user_code import to_picklable, user_code
@@ -93,10 +93,10 @@ class MicroBatches(Dataset[Any]):
         """Collate a micro-batch with a seed for every sample."""
         samples: list[Any] = []
         for place, sample in zip(part.places, part.ids, strict=True):
-            seed_generators(seed, part.batch_index, place, sample)
+            seed_cpu(seed, part.batch_index, place, sample)
             # One at a time, even from data that can fetch many at once (``__getitems__``).
             samples += fetch(self._data, [sample])
-        seed_generators(seed, part.batch_index, part.places[0], COLLATING)
+        seed_cpu(seed, part.batch_index, part.places[0], COLLATING)
         return collate_samples(samples, self._collate)
 
 

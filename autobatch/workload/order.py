@@ -11,10 +11,9 @@ It is drawn with generators that are seeded by the run's seed and the epoch, so 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -28,7 +27,7 @@ from autobatch.workload.rng import mix_seed, preserved_generators, seeded
 from autobatch.workload.user_code import user_code
 
 Integers = NDArray[np.int64]
-Order: TypeAlias = Callable[[int], Sequence[int] | Integers]
+Order: TypeAlias = Callable[[int], Integers]
 """Returns the samples of an epoch in order, always equally many."""
 ORDER_VERSION = 4
 """Version of the order of an epoch, kept in checkpoints. Raise it if `permutation` changes any order."""
@@ -88,11 +87,11 @@ class GlobalBatchSampler:
                 epoch, place = divmod(first + len(ids), self.samples)
                 if epoch != drawn:
                     drawn, order = epoch, self.order_of(epoch)
-                # Plain integers, which any data take as an index.
-                ids += np.asarray(order[place : place + size - len(ids)]).tolist()
+                # As plain integers, which any data take as an index.
+                ids += order[place : place + size - len(ids)].tolist()
             yield GlobalBatch(index, ids)
 
-    def order_of(self, epoch: int) -> Sequence[int] | Integers:
+    def order_of(self, epoch: int) -> Integers:
         """Return the samples of an epoch in order."""
         return permutation(self.samples, self.seed, epoch) if self.order is None else self.order(epoch)
 
@@ -126,7 +125,7 @@ def sampler_order(sampler: Iterable[Any], count: int, seed: int) -> Order:
     """
 
     @lru_cache(maxsize=2)
-    def order(epoch: int) -> list[int]:
+    def order(epoch: int) -> Integers:
         indices: list[int] = []
         own_seed, limit = mix_seed(seed, epoch), MOST_PASSES * count
         with seeded(own_seed % 2**32), preserved_generators(sampler, own_seed), user_code("sampler"):
@@ -149,14 +148,9 @@ def sampler_order(sampler: Iterable[Any], count: int, seed: int) -> Order:
                 f"the sampler drew {len(indices):,} samples in epoch {epoch + 1} and {len(order(0)):,} in "
                 "epoch 1, so the steps of the run cannot be counted: let every epoch have the same number"
             )
-        return indices
+        return np.array(indices)
 
     return order
-
-
-def order_digest(order: Order) -> str:
-    """Return a text that tells an order from others, by its first epoch."""
-    return hashlib.sha256(repr(order(0)).encode()).hexdigest()[:16]
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Integers:

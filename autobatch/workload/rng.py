@@ -89,14 +89,6 @@ def seed_everything(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def seed_rank(seed: int, rank: int, batches_seen: int = 0) -> None:
-    """Seed all generators of a rank of several, so that each draws other numbers; rank 0 as one process."""
-    if rank == 0 and batches_seen == 0:
-        seed_everything(seed)
-        return
-    seed_everything(mix_seed(seed, rank, batches_seen) >> 1)
-
-
 def mix_seed(*numbers: int) -> int:
     """Return a seed of 64 bits from a hash of numbers, so that close numbers give unrelated draws."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
@@ -121,20 +113,13 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def seed_generators(seed: int, batch_index: int, place: int, sample: int) -> None:
-    """Seed the CPU generators from a hash of four numbers, so that close numbers give unrelated draws.
-
-    Args:
-        seed: of the run.
-        batch_index: number of the batch in the run.
-        place: of the sample in its batch.
-        sample: index of the sample in the data.
-    """
-    digest = hashlib.blake2b(repr((seed, batch_index, place, sample)).encode(), digest_size=24).digest()
-    random.seed(int.from_bytes(digest[:8], "little"))
+def seed_cpu(*numbers: int) -> None:
+    """Seed the generators of the CPU from a hash of numbers."""
+    seed = mix_seed(*numbers)
+    random.seed(seed)
+    np.random.seed([seed % 2**32, seed >> 32])
     # torch.manual_seed would seed the GPUs too.
-    torch.default_generator.manual_seed(int.from_bytes(digest[8:16], "little") >> 1)
-    np.random.seed([int.from_bytes(digest[at : at + 4], "little") for at in (16, 20)])
+    torch.default_generator.manual_seed(seed)
 
 
 @contextmanager

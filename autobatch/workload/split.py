@@ -13,7 +13,6 @@ most of it. Every rank cuts for all of them, so that they agree without a messag
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from autobatch.core.errors import InputError
 from autobatch.core.records import Plan, SizeCut
 from autobatch.planning import FIXED_SHARE, cut_by_area, micro_batches, split_over_ranks
+from autobatch.workload.data_digest import digest_of
 from autobatch.workload.order import GlobalBatch
 
 Sizes = NDArray[np.float64]
@@ -158,11 +158,6 @@ class SizeSplit(Split):
         return [[list(range(len(own)))]] if list(map(len, places)) == [1] else places
 
 
-def sizes_digest(sizes: Sizes) -> str:
-    """Return a digest of the sizes of all samples, which tells whether a cut stays the same."""
-    return hashlib.sha256(np.ascontiguousarray(sizes, dtype="<f8").tobytes()).hexdigest()[:16]
-
-
 def split_of(plan: Plan, read_sizes: Callable[[], Sizes | None], *, rank: int, world: int) -> Split:
     """Return the split of a rank in a plan.
 
@@ -175,7 +170,7 @@ def split_of(plan: Plan, read_sizes: Callable[[], Sizes | None], *, rank: int, w
     if cut is None:
         return Split(rank=rank, world=world, multiple=plan.multiple)
     sizes = read_sizes()
-    if sizes is None or sizes_digest(sizes) != cut.digest:
+    if sizes is None or digest_of(sizes) != cut.digest:
         raise InputError(
             "the sizes of the training samples are not those that the plan was made for, so its batches "
             "would be cut at other places: give the same data, or use --split count"

@@ -29,7 +29,7 @@ from autobatch.workload.rng import (
     capture_random_state,
     preserved_random_state,
     restore_random_state,
-    seed_generators,
+    seed_cpu,
 )
 from autobatch.workload.user_code import user_code
 
@@ -103,7 +103,7 @@ def read_epoch(
     Raises:
         InputError: it has no sample, or each loader process yields the same ones.
     """
-    seed_generators(seed, IN_STREAM, epoch, 0)
+    seed_cpu(seed, IN_STREAM, epoch, 0)
     with user_code("train_data", stream):
         reader = iter(_opened(stream, epoch, workers or {}))
     first, processes = list[str](), workers["num_workers"] if workers else 0

@@ -17,7 +17,8 @@ from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
 from autobatch.rehearsal.setup import Setup
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.split import SizeSplit, sizes_digest
+from autobatch.workload.data_digest import digest_of
+from autobatch.workload.split import SizeSplit
 from tests.support.training import (
     IGNORED,
     adamw,
@@ -78,7 +79,7 @@ def ragged_workload(**changes: Any) -> Workload:
 def ragged_split(workload: Workload, limit: int = 5) -> SizeSplit:
     """Make a split in which ``limit`` of the longest samples fit, and more of shorter ones."""
     sizes = WorstCaseSampler(workload).sizes()
-    longest, digest = float(sizes.max()), sizes_digest(sizes)
+    longest, digest = float(sizes.max()), digest_of(sizes)
     cut = SizeCut(longest=longest, micro_batch=limit, max_micro_batch=4 * limit, digest=digest)
     return SizeSplit(sizes=sizes, cut=cut)
 
