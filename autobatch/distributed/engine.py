@@ -6,7 +6,7 @@ gradient was touched: all ranks drop the batch, and run it again. One process is
 
 Small gradients travel together, because it is the number of messages that costs small models time, and large
 ones in their own memory. A parameter for which no rank has a gradient keeps none. Gradients are sums of
-totals ÷ D, with one D for all ranks, which follows from the items per sample that the engine fixes.
+totals ÷ D, with one D for all ranks.
 
 A loss of several terms needs what each of them counts on all ranks before the backward pass. The ranks
 exchange their counts in one message, and one that ran out of memory sends none.
@@ -155,8 +155,6 @@ class Whole:
         """None before the counts of a batch are exchanged, then True if every rank had some."""
         if train_state is not None and self.ranks.world > 1:
             train_state.sum_counts = self.sum_counts
-            # All ranks divide by one D, whatever their own samples count.
-            train_state.items_per_sample = train_state.items_per_sample or 1.0
 
     def begin_step(
         self, micro_batches: MicroBatches, count: int, most_of_ranks: Callable[[], int]

@@ -1,7 +1,7 @@
 """The part of a micro-batch in the loss of its batch: a total over items, divided by one divisor.
 
 If the loss is a mean over samples, the divisor is the samples of the batch. For a `Loss`, and in 16 bits, it
-is a power of two near the items of the batch, so that dividing by it rounds nothing.
+is a power of two near them, so that dividing by it rounds nothing.
 
 Of several terms, each has a divisor of its own: the items that it counts in the whole batch. Their gradients
 are summed in one place, so these divisors must be known before the first backward pass. The data tell them.
@@ -53,7 +53,7 @@ class StepTotals:
     """Σ of the backpropagated losses, before any loss scale."""
     count: Number | None = None
     """Σ of the counts of `Loss`; None if the loss is a mean over samples, or has several terms."""
-    divisor: float = 1.0
+    divisor: float = field(init=False)
     """D: each total was divided by it."""
     sizes: list[int] = field(default_factory=list)
     """Samples of each micro-batch so far."""
@@ -65,6 +65,10 @@ class StepTotals:
     """Sums of each of several terms, whose losses add up to ``loss``; else empty."""
     is_counted_ahead: bool = False
     """True if the terms must count what was counted before they trained."""
+
+    def __post_init__(self) -> None:
+        """Begin with the divisor of a mean over samples."""
+        self.divisor = float(self.samples)
 
 
 def terms_of(loss: object) -> dict[str, Tensor | Loss]:
@@ -126,7 +130,7 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
     """Return what a micro-batch of ``size`` samples adds to the loss of its batch: a 0-d tensor × a weight.
 
     Args:
-        train_state: knows the counts of the batch, and the items per sample.
+        train_state: knows the counts of the batch.
         totals: those of the micro-batches before; the counts of this one are added.
         loss: what the loss function returned for the micro-batch.
         size: its samples; 0 for one that only keeps other ranks company.
@@ -148,22 +152,13 @@ def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: 
             "terms, each as a tensor or as a Loss, for all"
         )
     if ONE not in terms:
-        totals.divisor = float(totals.samples)
         return _weigh_terms(totals, terms, size), 1.0
     term = terms[ONE]
+    if not totals.sizes and (isinstance(term, Loss) or term.dtype in LOW_PRECISION):
+        totals.divisor = 2.0 ** round(math.log2(totals.samples))
     if not isinstance(term, Loss):
-        if not totals.sizes:
-            is_low = term.dtype in LOW_PRECISION
-            totals.divisor = _divisor_of(None, totals.samples) if is_low else float(totals.samples)
         return _kept(term), size / totals.divisor
-    count = _summable(term.count)
-    if train_state.items_per_sample is None:
-        # The only wait for the device during accumulation, once per run.
-        items = float(count) / max(size, 1)
-        train_state.items_per_sample = items if 0 < items < math.inf else None
-    if totals.count is None:
-        totals.count, totals.divisor = 0.0, _divisor_of(train_state.items_per_sample, totals.samples)
-    totals.count = totals.count + count
+    totals.count = _summable(term.count) + (0.0 if totals.count is None else totals.count)
     return _kept(term.total), 1 / totals.divisor
 
 
@@ -196,11 +191,6 @@ def read_numbers(values: list[Number | None]) -> list[float]:
 def at_least_32_bits(value: Tensor) -> Tensor:
     """Return a value in float32 if it has 16 bits, else itself."""
     return value.float() if value.dtype in LOW_PRECISION else value
-
-
-def _divisor_of(items_per_sample: float | None, samples: int) -> float:
-    """Return D for a `Loss`: a power of two near the items of a batch of this size; None if unknown."""
-    return float(2.0 ** round(math.log2((items_per_sample or 1.0) * samples)))
 
 
 def _kept(value: Tensor) -> Tensor:

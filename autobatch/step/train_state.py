@@ -46,8 +46,6 @@ class TrainState:
     gradients: Gradients
     buffers: BufferSnapshot
     """The buffers at the start of the current batch."""
-    items_per_sample: float | None = None
-    """Items per sample in the first `Loss` with a count above 0; None before that, then fixed for the run."""
     counts: CountsAhead | None = None
     """Counts of the terms of the loss, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None

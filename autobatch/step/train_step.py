@@ -5,7 +5,7 @@ a mean of means. Each micro-batch contributes ``total ÷ D``, with one divisor D
 the sum of the counts, is known, the gradient is multiplied by D ÷ N.
 
 - If the loss is a mean over samples, N is known before the step and D = N.
-- For a `Loss`, and in 16 bits, D is a power of two near N, so that dividing by D rounds nothing.
+- For a `Loss`, and in 16 bits, D is a power of two near the samples, so that dividing by D rounds nothing.
 - For several terms, N differs by term, so each N must be known before the first backward pass: the data tell
   it (``Workload(counts=…)``).
 - A `WholeBatchLoss` is the loss of the batch already; see `autobatch.step.whole_batch`.

@@ -152,7 +152,6 @@ def accumulate_whole(
     loss = cast(WholeBatchLoss, train_state.loss)
     rows, states, used = Rows(samples), deque[RandomState](), deque[Sequence[int]]()
     known = 0
-    totals.divisor = float(samples)
     totals.sizes.append(samples)
 
     def forward(function: Callable[..., Any], *given: Any) -> Any:

@@ -157,7 +157,6 @@ class Loop:
             None if the batch was dropped, because the run was asked to stop.
         """
         recovered: str | None = None
-        items_per_sample = self.train_state.items_per_sample
         while True:
             parts = self.split.parts(batch, self.micro_batch)
             self.can_be_saved = False
@@ -171,7 +170,6 @@ class Loop:
                 why = ", inside the optimizer step, which may have moved part of the weights"
                 raise self._end(batch, self._out_of_memory(error, parts), why) from error
             # Outside of the except block, so that nothing holds the tensors of the failed step.
-            self.train_state.items_per_sample = items_per_sample
             is_intact = self._rewind(random_state, is_fatal=outcome.is_fatal)
             # A stream cannot go back to the start of a batch.
             can_be_drawn_again = not isinstance(self.sampler, StreamSampler)

@@ -74,7 +74,6 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "schedules": [schedule.state_dict() for schedule in loop.schedules],
         "scaler": scaler.state_dict(),
         "average": None if average is None else average.state_dict(),
-        "items_per_sample": train_state.items_per_sample,
         "stream": loop.sampler.state_dict(),
         "random": loop.engine.ranks.gather(capture_random_state().plain()),
         "micro_batch": loop.micro_batch,
@@ -171,8 +170,6 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
         average.load_state_dict(averages)
     if state["scaler"]:
         train_state.scaler.load_state_dict(state["scaler"])
-    # Ranks begin with one.
-    train_state.items_per_sample = state["items_per_sample"] or train_state.items_per_sample
 
 
 def _load_buffers(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
