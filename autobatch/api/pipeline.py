@@ -458,7 +458,7 @@ def _open_to_train(run: Run, workload: Workload, shards: int | None) -> Setup:
 def _sampler_of(run: Run, setup: Setup) -> GlobalBatchSampler:
     """Return the batches of the run."""
     if setup.stream is not None:
-        note = split_note(setup.workload.train_data[0], run.ranks)  # type: ignore[index]
+        note = split_note(setup.workload.train_data[0], run.ranks)
         if note is not None:
             run.progress.note(note)
     return open_sampler(setup.workload, setup.stream, run.ranks, run.options)

@@ -349,8 +349,7 @@ def _sampler_of(workload: Workload, ranks: Ranks, options: Options) -> GlobalBat
         InputError: the sampler of the workload is invalid, the ranks read other data, or a stream is to be
             read without a number of steps.
     """
-    data: Any = workload.train_data
-    stream = data if is_stream(data) else None
+    stream = workload.train_data if is_stream(workload.train_data) else None
     sampler = open_sampler(workload, stream, ranks, options)
     if ranks.world > 1 and stream is None:
         digest = None if sampler.order is None else digest_of(sampler.order(0))

@@ -203,7 +203,7 @@ def _ask_for_scaling(trainer: Any) -> tuple[bool, list[str]]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         with user_code("loss"), preserved_random_state(), trainer.compute_loss_context_manager():
-            inputs = load_micro_batch(two, range(min(2, len(two.train_data))))  # type: ignore[arg-type]
+            inputs = load_micro_batch(two, range(min(2, len(two.train_data))))
             inputs = to_device(inputs, next(p.device for p in model.parameters()))
             count = _count(asked, inputs)
             model.eval()

@@ -236,7 +236,7 @@ def describe_setup(setup: Setup) -> SetupInfo:
     return SetupInfo(
         device=device,
         key=key,
-        samples=ENDLESS if isinstance(workload.train_data, Prefix) else len(workload.train_data),  # type: ignore[arg-type]
+        samples=ENDLESS if isinstance(workload.train_data, Prefix) else len(workload.train_data),
         epoch_samples=None if setup.stream is not None else epoch_of(workload, 0)[0],
         workers=workload.workers,
         learning_rate=workload.learning_rate,

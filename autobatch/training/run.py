@@ -437,7 +437,7 @@ def open_loop(
 
         def filler() -> Collated:
             """Return the first samples, for a rank with fewer micro-batches than others."""
-            ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
+            ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))
             return to_device(load_micro_batch(setup.workload, ids), device.torch_device)
 
         if train_state.mesh is not None:

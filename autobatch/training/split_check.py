@@ -110,7 +110,7 @@ def examine_run(setup: Setup, micro_batch: int, target_batch: int, seed: int = 0
         seed: of the run.
     """
     if setup.stream is not None:  # its first samples are at hand
-        return examine(setup, micro_batch, range(len(setup.workload.train_data)))  # type: ignore[arg-type]
+        return examine(setup, micro_batch, range(len(setup.workload.train_data)))
     count, order = epoch_of(setup.workload, seed)
     if order is not None:
         return examine(setup, micro_batch, list(dict.fromkeys(order(0)[:target_batch].tolist())))

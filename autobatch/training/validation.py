@@ -76,7 +76,7 @@ class Validator:
     def _add_own_samples(self, sums: Sums, is_asked: Callable[[], bool]) -> None:
         """Add totals and counts of the samples of this rank."""
         loop, ranks = self._loop, self._loop.engine.ranks
-        shares = split_evenly(len(loop.workload.validation_data), ranks.world)  # type: ignore[arg-type]
+        shares = split_evenly(len(loop.workload.validation_data), ranks.world)
         own = shares[ranks.rank]
         place = sum(shares[: ranks.rank])
         end = place + own
@@ -123,7 +123,7 @@ def check_validation(loop: Loop) -> list[str]:
     data = loop.workload.validation_data
     if data is None:
         return []
-    batch = range(min(CHECKED_SAMPLES, len(data)))  # type: ignore[arg-type]
+    batch = range(min(CHECKED_SAMPLES, len(data)))
     cut = max(1, len(batch) - 1)
 
     def means(*parts: range) -> dict[str, float | None]:

@@ -11,33 +11,18 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeGuard
 
 from autobatch.core.errors import InputError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data import DataLoader
 
 
-DATA_WORDS = (
-    "a Dataset, a list of samples, or of whole tensors torch.utils.data.TensorDataset(inputs, targets)"
-)
-"""What data may be, in an error."""
 Collated: TypeAlias = Any
 """The return value of the workload's collate function, for a list of samples."""
-SampleT_co = TypeVar("SampleT_co", covariant=True)
-
-
-class MapStyle(Protocol[SampleT_co]):
-    """Data with a length and one sample per index."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, index: int, /) -> SampleT_co:
-        """Return one sample."""
 
 
 class Loss(NamedTuple):
@@ -93,9 +78,10 @@ class Workload:
 
     model: Callable[[], nn.Module]
     """Builds the model."""
-    train_data: Dataset[Any] | MapStyle[Any] | Iterable[Any] | Callable[[], Iterable[Any]]
-    """Map-style: has ``__getitem__`` and ``__len__``. Or a stream that is read in its own order: an
-    ``IterableDataset``, another iterable, or a function that returns one (a generator function)."""
+    train_data: Any
+    """A ``Dataset``, or anything else with ``__getitem__`` and ``__len__`` (map-style). Or a stream that is
+    read in its own order: an ``IterableDataset``, another iterable, or a function that returns one (a
+    generator function)."""
     loss: LossFunction
     """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. For a loss that is a sum of
     several: a mapping of names to these. Or a `WholeBatchLoss`."""
@@ -109,7 +95,7 @@ class Workload:
     learning_rate: float
     base_batch: int | None = None
     """The batch that ``learning_rate`` was tuned for; None if unknown."""
-    validation_data: Dataset[Any] | MapStyle[Any] | None = None
+    validation_data: Any = None
     """Map-style; None for no validation."""
     collate: Callable[[list[Any]], Collated] | None = None
     """Makes a batch out of a list of samples; None for torch's default."""
@@ -216,12 +202,16 @@ class Workload:
                     f"{found}, which can be read only once, and a probe reads the first samples too: give "
                     "the function that makes it, without calling it"
                 )
-        elif isinstance(data, str) or (isinstance(data, Mapping) and 0 not in data):
-            raise InputError(f"{found}, whose entries are no samples: give {DATA_WORDS}")
-        elif isinstance(data, tuple) and data and all(_is_instance(part, "torch", "Tensor") for part in data):
-            raise InputError(f"{found} of tensors: give {DATA_WORDS}")
-        elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-            raise InputError(f"{found}, without __getitem__ and __len__ (map-style)")
+        elif (
+            not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+            or isinstance(data, str)
+            or (isinstance(data, Mapping) and 0 not in data)
+            or (isinstance(data, tuple) and data and all(_is_instance(x, "torch", "Tensor") for x in data))
+        ):
+            raise InputError(
+                f"{found}, which has no samples by their index: give a Dataset, a list of samples, or of "
+                "whole tensors torch.utils.data.TensorDataset(inputs, targets)"
+            )
         elif not len(data):
             raise InputError(f"Workload({name}=…) has 0 samples: at least 1 is needed")
 

@@ -138,7 +138,7 @@ class Feed:
             }
         self.seeds_samples = workers > 0 or seeds_samples or isinstance(split, SizeSplit)
         """True if samples are seeded one by one."""
-        data: Any = workload.train_data
+        data = workload.train_data
         if isinstance(sampler, StreamSampler):
             data, sampler.workers = sampler.held, self._options
             self.seeds_samples, self._options = False, {}

@@ -110,7 +110,7 @@ def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:
     Raises:
         InputError: the sampler of the workload is invalid.
     """
-    count = len(workload.train_data)  # type: ignore[arg-type]
+    count = len(workload.train_data)
     if workload.sampler is None:
         return count, None
     order = sampler_order(workload.sampler, count, seed)
