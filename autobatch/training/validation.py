@@ -173,7 +173,7 @@ def _sums_of(loop: Loop, ids: range) -> Sums | str:
     try:
         with torch.no_grad():
             with meter.uncounted():
-                loaded = load_micro_batch(workload, ids, data=workload.validation_data)
+                loaded = load_micro_batch(workload, ids, "validation_data")
                 micro_batch = to_device(loaded, train_state.device)
             meter.count(tensors_of(micro_batch))
             with precision_context(train_state.device, train_state.precision):

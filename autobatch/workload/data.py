@@ -35,16 +35,13 @@ MOST_SIZE = 1e15
 """Largest size of a sample: no more bytes fit anywhere, and the square of its sums is finite."""
 
 
-def load_micro_batch(workload: Workload, ids: Sequence[int], *, data: Any = None) -> Collated:
-    """Fetch samples by their indices and collate them, on the host.
-
-    They are of ``data``, None for the training data.
+def load_micro_batch(workload: Workload, ids: Sequence[int], name: str = "train_data") -> Collated:
+    """Fetch samples of the data of this ``name`` by their indices and collate them, on the host.
 
     Raises:
         InputError: the samples cannot be collated; the message has the shapes found.
     """
-    of, name = (workload.train_data, "train_data") if data is None else (data, "validation_data")
-    return collate_samples(fetch(of, ids, name=name), workload.collate)
+    return collate_samples(fetch(getattr(workload, name), ids, name=name), workload.collate)
 
 
 def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[Any]:
@@ -98,57 +95,47 @@ class WorstCaseSampler:
     Args:
         workload: has the data, its collate function and ``size_of``.
         seed: of the data's random draws during the scan.
-        clock: returns seconds, to limit the scan.
     """
 
-    def __init__(
-        self, workload: Workload, *, seed: int = 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._workload = workload
-        self._data: Any = workload.train_data
-        self._seed = seed
-        self._clock = clock
-
-    @cached_property
-    def _costs(self) -> dict[int, float]:
-        """Cost of each sample by its index. Read once, without a trace in the caller's generators."""
-        with seeded(self._seed):
-            return self._scan()
+    def __init__(self, workload: Workload, *, seed: int = 0) -> None:
+        self._workload, self._data, self._seed = workload, workload.train_data, seed
 
     @cached_property
     def order(self) -> list[int]:
         """The samples that were read, the most expensive first."""
         return sorted(self._costs, key=lambda index: (-self._costs[index], index))
 
-    def _scan(self) -> dict[int, float]:
-        """Read some samples spread over the data, then all within the time limit.
+    @cached_property
+    def _costs(self) -> dict[int, float]:
+        """Cost of each sample by its index: of some that are spread over the data, then of all in time.
+
+        They are read once, without a trace in the caller's generators.
 
         Raises:
             InputError: ``size_of`` returned no number from 0 to `MOST_SIZE`.
         """
-        start, count, size_of = self._clock(), len(self._data), self._workload.size_of
+        start, count = time.monotonic(), len(self._data)
+        size_of = self._workload.size_of or elements
         spread = range(0, count, max(1, count // FIRST_LOOK))[:FIRST_LOOK]
         costs: dict[int, float] = {}
-        limit = SCAN_SECONDS
-        for index in chain(spread, range(count)):
-            if index in costs:
-                continue
-            if costs and self._clock() - start > limit:
-                break
-            with user_code(f"train_data[{index}]"):
-                sample = self._data[index]
-            if size_of is None:
-                costs[index] = float(elements(sample))
-            else:
+        limit = SCAN_SECONDS if size_of is elements else LONG_SCAN_SECONDS
+        with seeded(self._seed):
+            for index in chain(spread, range(count)):
+                if index in costs:
+                    continue
+                if costs and time.monotonic() - start > limit:
+                    break
+                with user_code(f"train_data[{index}]"):
+                    sample = self._data[index]
                 with user_code("size_of", size_of):
                     costs[index] = float(size_of(sample))
-            if not 0 <= costs[index] <= MOST_SIZE:
-                raise InputError(
-                    f"Workload(size_of=…) returned {costs[index]:g} for sample {index}: it must return a "
-                    f"finite number from 0 to {MOST_SIZE:g}, for example a length"
-                )
-            if size_of is not None or costs[index] != costs[0]:
-                limit = LONG_SCAN_SECONDS
+                if not 0 <= costs[index] <= MOST_SIZE:
+                    raise InputError(
+                        f"Workload(size_of=…) returned {costs[index]:g} for sample {index}: it must return a "
+                        f"finite number from 0 to {MOST_SIZE:g}, for example a length"
+                    )
+                if costs[index] != costs[0]:
+                    limit = LONG_SCAN_SECONDS
         return costs
 
     @property
@@ -157,12 +144,11 @@ class WorstCaseSampler:
         read, count = len(self._costs), len(self._data)
         if read == count:
             return []
-        how = "Workload(size_of=…), with which all are read faster"
-        if len({*self._costs.values()}) == 1:
-            return [
-                f"the {read:,} of {count:,} samples that were read in time have one size: else give {how}"
-            ]
-        return [f"the sizes of only {read:,} of {count:,} samples could be read in time: give {how}"]
+        sizes = "one size" if self.largest() is None else "different sizes"
+        return [
+            f"only {read:,} of {count:,} samples could be read in time, and have {sizes}: if others are "
+            "larger, give Workload(size_of=…), with which all are read faster"
+        ]
 
     def sizes(self) -> NDArray[np.float64] | None:
         """Return the cost of each sample by its index; None if the time limit left some unread."""

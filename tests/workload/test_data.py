@@ -17,21 +17,21 @@ from autobatch.workload.data import WorstCaseSampler
 from tests.support.training import make_workload
 
 
-def sampler(data: Any, clock: Any = lambda: 0.0, seed: int = 0, **fields: Any) -> WorstCaseSampler:
-    return WorstCaseSampler(make_workload(train_data=data, **fields), clock=clock, seed=seed)
+def sampler(data: Any, seed: int = 0, **fields: Any) -> WorstCaseSampler:
+    return WorstCaseSampler(make_workload(train_data=data, **fields), seed=seed)
 
 
 class Slow:
-    """Samples that each take a second of their own clock."""
+    """Samples that each take some time of their own clock."""
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths, self.now = lengths, 0.0
+    def __init__(self, lengths: list[int], seconds: float = 1.0) -> None:
+        self.lengths, self.seconds, self.now = lengths, seconds, 0.0
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Tensor:
-        self.now += 1.0
+        self.now += self.seconds
         return torch.zeros(self.lengths[index])
 
 
@@ -52,10 +52,13 @@ def test_the_longest_samples_are_found(lengths: list[int]) -> None:
     ("lengths", "seconds", "is_all"),
     [([7] * 1000, 5.0, False), ([n % 10 for n in range(1000)], 60.0, False), ([1, 9, 4], 2, True)],
 )
-def test_a_scan_ends_in_time_and_says_what_it_left_out(lengths, seconds: float, is_all: bool) -> None:
+def test_a_scan_ends_in_time_and_says_what_it_left_out(
+    lengths, seconds: float, is_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sizes that differ are read for longer. Each sample takes a second, and is read once."""
     data = Slow(lengths)
-    worst_case = sampler(data, lambda: data.now)
+    monkeypatch.setattr("time.monotonic", lambda: data.now)
+    worst_case = sampler(data)
     assert ["of 1,000 samples" in note for note in worst_case.notes] == [True] * (not is_all)
     assert ["have one size" in note for note in worst_case.notes] == [len({*lengths}) == 1] * (not is_all)
     assert seconds < data.now <= seconds + 2
@@ -63,10 +66,11 @@ def test_a_scan_ends_in_time_and_says_what_it_left_out(lengths, seconds: float, 
     assert (worst_case.sizes() is not None) is is_all
 
 
-def test_the_first_look_is_spread_over_the_data() -> None:
-    data, fast = Slow([1] * 256), iter(range(10**6))
+def test_the_first_look_is_spread_over_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Slow([1] * 256, seconds=0.05)
     data.lengths[-4] = 99
-    assert sampler(data, lambda: next(fast) / 25).largest() == (252, 99)
+    monkeypatch.setattr("time.monotonic", lambda: data.now)
+    assert sampler(data).largest() == (252, 99)
 
 
 @pytest.mark.parametrize("size", [float("nan"), float("inf"), 1e300])
