@@ -8,8 +8,8 @@ Small gradients travel together, because it is the number of messages that costs
 ones in their own memory. A parameter for which no rank has a gradient keeps none. Gradients are sums of
 totals ÷ D, with one D for all ranks.
 
-A loss of several terms needs what each of them counts on all ranks before the backward pass. The ranks
-exchange their counts in one message, and one that ran out of memory sends none.
+A loss of several terms needs what each of them counts on all ranks before the first pass. The ranks exchange
+their counts in one message, in which one that has failed sends none.
 
 With a sharded model (`Shared`), FSDP2 gathers parameters and reduces gradients in every micro-batch, so all
 ranks run as many of them: a rank with fewer runs some that add nothing. Gradients are summed as they are, and
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.signals import StopRequest
 from autobatch.core.units import MiB
 from autobatch.distributed.ranks import Ranks
@@ -126,6 +126,10 @@ Filler = Callable[[], Collated]
 """Returns a micro-batch on the device for a rank that has none."""
 
 
+class DroppedError(AutobatchError):
+    """This rank leaves a batch that it could train, because of a request to stop or of another rank."""
+
+
 class OutOfMemory(NamedTuple):
     """An out-of-memory error before the optimizer step."""
 
@@ -151,10 +155,8 @@ class Whole:
     def __init__(self, ranks: Ranks | None = None, train_state: TrainState | None = None) -> None:
         self.ranks = ranks or Ranks()
         self._request = StopRequest()
-        self._is_exchanged: bool | None = None
-        """None before the counts of a batch are exchanged, then True if every rank had some."""
-        if train_state is not None and self.ranks.world > 1:
-            train_state.sum_counts = self.sum_counts
+        if train_state is not None and train_state.counts is not None and self.ranks.world > 1:
+            train_state.counts.sum_over_ranks = self.sum_counts
 
     def begin_step(
         self, micro_batches: MicroBatches, count: int, most_of_ranks: Callable[[], int]
@@ -168,19 +170,21 @@ class Whole:
         """
         return micro_batches
 
-    def sum_counts(self, counts: dict[str, float]) -> dict[str, float]:
-        """Return the sums of the counts of all ranks by term, once in a batch.
+    def sum_counts(self, counts: dict[str, float] | None) -> dict[str, float]:
+        """Return the sums of the counts of all ranks by term; all of them call it once in an attempt.
+
+        Args:
+            counts: of this rank; None if it has failed.
 
         Raises:
-            OutOfMemoryError: memory ran out on another rank before.
+            DroppedError: another rank has failed.
         """
         of_ranks: list[dict[str, float] | None] = self.ranks.gather(counts)
-        self._is_exchanged = None not in of_ranks
-        if not self._is_exchanged:
-            raise torch.OutOfMemoryError("memory ran out on another rank")
+        if counts is not None and None in of_ranks:
+            raise DroppedError("another rank has failed before it trained its samples")
         sums = Counter[str]()
         for of_rank in of_ranks:
-            sums.update(of_rank)
+            sums.update(of_rank or {})
         return dict(sums)
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
@@ -190,11 +194,6 @@ class Whole:
         """
         if self.ranks.world == 1:
             return outcome
-        exchanged, self._is_exchanged = self._is_exchanged, None
-        if isinstance(outcome, OutOfMemory) and train_state.counts is not None and exchanged is None:
-            self.ranks.gather(None)  # the others wait for it
-        if exchanged is False:
-            outcome = OutOfMemory("")
         own = None
         if not isinstance(outcome, OutOfMemory):
             own = bring_to_host(outcome), kinds_of(train_state.gradients), self._squares(train_state)

@@ -26,20 +26,26 @@ class CountsAhead:
     def __init__(self, function: Callable[[Collated], Any]) -> None:
         self._function = function
         self.sums: dict[str, float] | None = None
-        """Counts of the batch by term; empty if it has no micro-batch here, None if a step is only traced."""
+        """Counts of the batch by term, over all ranks; None if a step is only traced."""
+        self.sum_over_ranks: Callable[[dict[str, float] | None], dict[str, float]] = lambda own: own or {}
+        """Returns the sums of the counts of all ranks; all of them call it, one that has failed with None."""
 
     def ahead(self, fetched: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:
-        """Return micro-batches of the host, all counted before the first is yielded; hold none."""
-        self.sums = {}
-        return self._counted(fetched, self.sums)
+        """Count micro-batches of the host, then return them; hold none."""
+        try:
+            kept = deque(fetched)
+            own = self._count(batch for batch, _ in kept)
+        except Exception:
+            self.sum_over_ranks(None)
+            raise
+        self.sums = self.sum_over_ranks(own)
+        return _drained(kept)
 
-    def _counted(
-        self, fetched: Iterable[tuple[Collated, int]], sums: dict[str, float]
-    ) -> Iterator[tuple[Collated, int]]:
-        kept = deque(fetched)
-        for place in range(len(kept)):
+    def _count(self, batches: Iterable[Collated]) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for batch in batches:
             with user_code("counts", self._function):
-                counts = self._function(kept[place][0])
+                counts = self._function(batch)
                 if not isinstance(counts, Mapping) or not counts:
                     found = "an empty one" if isinstance(counts, Mapping) else kind_of(counts)
                     raise InputError(
@@ -49,8 +55,12 @@ class CountsAhead:
                     check_count(count, f"{name!r} in counts=…")
                     check_count(value := float(count), f"{name!r} in counts=…")
                     sums[name] = sums.get(name, 0.0) + value
-        while kept:
-            yield kept.popleft()
+        return sums
+
+
+def _drained(kept: deque[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:
+    while kept:
+        yield kept.popleft()
 
 
 def check_count(count: Any, whose: str) -> None:

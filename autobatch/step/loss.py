@@ -104,7 +104,7 @@ def begin_terms(
 ) -> None:
     """Set the divisors of several terms before a batch trains, from the counts of its data over all ranks.
 
-    All ranks call it once per batch, in the first micro-batch; one without samples has no ``terms``.
+    It runs once per batch, in the first micro-batch; a rank without samples has no ``terms``.
 
     Raises:
         InputError: the loss has several terms with counts, and nothing or something else counts them ahead.
@@ -122,8 +122,7 @@ def begin_terms(
     if train_state.counts is not None:
         totals.is_counted_ahead = sums is not None
         # In the order of the loss.
-        own = {name: 1.0 if sums is None else sums.get(name, 0.0) for name in counted}
-        totals.terms = {name: Term(items=count) for name, count in train_state.sum_counts(own).items()}
+        totals.terms = {name: Term(items=(sums or {}).get(name, 1.0)) for name in counted or sums or ()}
 
 
 def weigh_loss(train_state: TrainState, totals: StepTotals, loss: object, size: int) -> tuple[Tensor, float]:

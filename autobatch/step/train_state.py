@@ -50,8 +50,6 @@ class TrainState:
     """Counts of the terms of the loss, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
-    sum_counts: Callable[[dict[str, float]], dict[str, float]] = lambda counts: counts
-    """Returns the sums of the counts of all ranks, by term; all of them call it."""
     mesh: Any = None
     """The ``DeviceMesh`` of the ranks that share the model; None if each has a whole one."""
     run: Callable[[Callable[[nn.Module, Collated], Any], Collated], Any] = field(init=False)
@@ -65,8 +63,10 @@ class TrainState:
 
     def feed(self, fetched: MicroBatches, meter: Meter) -> MicroBatches:
         """Move the micro-batches of a batch to the device, as often as the loss needs; see `nested.feed`."""
-        counted = fetched if self.counts is None else self.counts.ahead(fetched)
-        return feed(counted, self.device, meter, twice=isinstance(self.loss, WholeBatchLoss))
+        if self.counts is not None:
+            with meter.uncounted():
+                fetched = self.counts.ahead(fetched)
+        return feed(fetched, self.device, meter, twice=isinstance(self.loss, WholeBatchLoss))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

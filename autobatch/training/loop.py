@@ -34,7 +34,7 @@ from autobatch.core.signals import StopRequest
 from autobatch.core.units import format_bytes
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.distributed.engine import OutOfMemory, Whole
+from autobatch.distributed.engine import DroppedError, OutOfMemory, Whole
 from autobatch.step.gradients import Optimizers
 from autobatch.step.loss import StepTotals
 from autobatch.step.train_state import TrainState
@@ -55,10 +55,6 @@ EARLY_STEPS = 16
 """Steps of this process after which the memory that is held is read, to compare with if memory runs out."""
 MAX_NAMED_SAMPLES = 32
 """Samples that a message names."""
-
-
-class _StoppedError(AutobatchError):
-    """The run was asked to stop within a batch."""
 
 
 _TrainedBatch: TypeAlias = tuple[StepResult, list[MicroBatchIds], str | None]
@@ -202,7 +198,7 @@ class Loop:
                 self.meter.mark,
                 places=[part.places for part in parts],
             )
-        except _StoppedError:
+        except DroppedError:
             failure = OutOfMemory("")
         except Exception as error:
             may_be_suspect = is_first and any(len(part.ids) > 1 for part in parts)
@@ -219,7 +215,7 @@ class Loop:
         may_stop = self.engine.is_alone and not isinstance(self.sampler, StreamSampler)
         for part in parts:
             if may_stop and self.request.is_asked:
-                raise _StoppedError
+                raise DroppedError("the run was asked to stop")
             # Not in a variable, because this frame lives while the micro-batch trains.
             yield next(fed), len(part.ids)
 

@@ -69,7 +69,8 @@ def open_loop(
             fault.armed = False
 
     loop.engine.combine = marked(loop.engine.combine)  # type: ignore[method-assign]
-    loop.train_state.sum_counts = marked(loop.train_state.sum_counts)
+    if (ahead := loop.train_state.counts) is not None:
+        ahead.sum_over_ranks = marked(ahead.sum_over_ranks)
     loop._train_batch = train_batch_armed  # type: ignore[method-assign]
     return loop, fault
 
