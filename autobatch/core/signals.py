@@ -49,16 +49,12 @@ class StopRequest:
     signal_number: int | None = None
     """Signal to obey; of several processes, as soon as all of them know of it."""
     is_shared: bool = False
-    """True if several processes obey at once."""
+    """True if several processes obey at once, as soon as all of them know of it."""
 
     @property
     def is_asked(self) -> bool:
         """True if this process was asked to stop, whether or not the others know of it."""
         return self.own is not None or self.signal_number is not None
-
-    def share(self) -> None:
-        """Obey no signal from now on before all processes know of it."""
-        self.is_shared, self.signal_number = True, None
 
     def agree(self, signals: Iterable[int | None]) -> None:
         """Obey the first signal to any process."""
@@ -68,7 +64,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(
-    *, tells: bool = True, clock: Callable[[], float] = time.monotonic
+    *, tells: bool = True, is_shared: bool = False, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[StopRequest]:
     """Record the first stop signal within the block; handle a second one as outside of the block, at once.
 
@@ -79,9 +75,10 @@ def stop_on_signals(
 
     Args:
         tells: write a line to standard error after the first signal.
+        is_shared: see `StopRequest`.
         clock: returns seconds.
     """
-    request = StopRequest()
+    request = StopRequest(is_shared=is_shared)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

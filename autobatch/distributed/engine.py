@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,6 @@ from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import MicroBatches, TrainState
 from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 TOGETHER_BYTES = 4 * MiB
 """Most bytes of the small gradients, which are copied to travel. The activations that are free by then had
@@ -122,10 +118,6 @@ def sum_gradients(ranks: Ranks, gradients: Gradients, of_ranks: Sequence[bytes])
             gradient.copy_(tensor)
 
 
-Filler = Callable[[], Collated]
-"""Returns a micro-batch on the device for a rank that has none."""
-
-
 class DroppedError(AutobatchError):
     """This rank leaves a batch that it could train, because of a request to stop or of another rank."""
 
@@ -147,27 +139,18 @@ class OutOfMemory(NamedTuple):
 class Whole:
     """The engine of ranks that have a whole model each."""
 
-    mesh: DeviceMesh | None = None
-    """The ranks of a sharded model; None if each rank holds a whole one."""
     is_alone = True
     """True if this rank may leave a batch without the others before `combine`."""
 
     def __init__(self, ranks: Ranks | None = None, train_state: TrainState | None = None) -> None:
         self.ranks = ranks or Ranks()
-        self._request = StopRequest()
+        self.request = StopRequest()
+        """Ends the run before the next optimizer step."""
         if train_state is not None and train_state.counts is not None and self.ranks.world > 1:
             train_state.counts.sum_over_ranks = self.sum_counts
 
-    def begin_step(
-        self, micro_batches: MicroBatches, count: int, most_of_ranks: Callable[[], int]
-    ) -> MicroBatches:
-        """Return the ``count`` micro-batches of this rank as they are to run.
-
-        Args:
-            micro_batches: of this rank.
-            count: their number.
-            most_of_ranks: returns the most that any rank runs.
-        """
+    def padded(self, micro_batches: MicroBatches, missing: Callable[[], int]) -> MicroBatches:
+        """Return the micro-batches of this rank as they are to run, if other ranks have so many more."""
         return micro_batches
 
     def sum_counts(self, counts: dict[str, float] | None) -> dict[str, float]:
@@ -197,8 +180,8 @@ class Whole:
         own = None
         if not isinstance(outcome, OutOfMemory):
             own = bring_to_host(outcome), kinds_of(train_state.gradients), self._squares(train_state)
-        gathered = self.ranks.gather((self._request.own, own))
-        self._request.agree(signal for signal, _ in gathered)
+        gathered = self.ranks.gather((self.request.own, own))
+        self.request.agree(signal for signal, _ in gathered)
         of_ranks = [sums for _, sums in gathered if sums is not None]
         if isinstance(outcome, OutOfMemory) or len(of_ranks) < len(gathered):
             return outcome if isinstance(outcome, OutOfMemory) else OutOfMemory("")
@@ -234,55 +217,38 @@ class Whole:
             smaller=min(of_ranks[rank].smaller for rank in failed),
         )
 
-    def shared_request(self, request: StopRequest) -> StopRequest:
-        """Return the request to stop; a signal to any rank stops all of them after the next step."""
-        if self.ranks.world > 1:
-            request.share()
-        self._request = request
-        return request
-
-    def agree_on_request(self) -> None:
-        """Let all ranks know of a request to stop that one of them has got."""
-        self._request.agree(self.ranks.gather(self._request.own))
-
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
         """Return the state dict of the model with whole tensors; empty on the ranks that write no file."""
         return model.state_dict()
-
-    def explain(self, error: Exception) -> Exception:
-        """Return the error of a step; a `RankLost` in its place if it tells that another rank has ended."""
-        return error
 
 
 class Shared(Whole):
     """The engine of a sharded model, through which the loss of the train state runs already.
 
-    The filler makes a micro-batch that counts as one without samples, for a rank that has fewer than others.
+    Args:
+        ranks: the processes that share it.
+        train_state: the model, and what its steps need.
+        make: returns a micro-batch on the device that adds nothing, for a rank that has fewer than others.
     """
 
     is_alone = False
 
-    def __init__(self, ranks: Ranks, train_state: TrainState, filler: Filler) -> None:
+    def __init__(self, ranks: Ranks, train_state: TrainState, make: Callable[[], Collated]) -> None:
         super().__init__(ranks, train_state)
-        self.mesh = train_state.mesh
-        self._filler = filler
+        self._make = make
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
 
-    def begin_step(
-        self, micro_batches: MicroBatches, count: int, most_of_ranks: Callable[[], int]
-    ) -> MicroBatches:
-        """See `Whole.begin_step`. Further micro-batches that add nothing follow if other ranks have more."""
-        return self._padded(micro_batches, most_of_ranks() - count)
-
-    def _padded(self, micro_batches: MicroBatches, missing: int) -> Iterator[tuple[Collated, int]]:
-        """Yield the micro-batches of this rank, then as many of no samples as are missing."""
+    def padded(
+        self, micro_batches: MicroBatches, missing: Callable[[], int]
+    ) -> Iterator[tuple[Collated, int]]:
+        """See `Whole.padded`. Those that are missing follow, of no samples."""
         yield from micro_batches
-        if not missing:
+        if not (count := missing()):
             return
         self._buffers.take()
         with preserved_random_state():
-            for _ in range(missing):
-                yield self._filler(), 0
+            for _ in range(count):
+                yield self._make(), 0
         self._buffers.restore()
 
     def _squares(self, train_state: TrainState) -> list[float]:
@@ -313,7 +279,3 @@ class Shared(Whole):
         from autobatch.distributed.shard import gather_weights
 
         return gather_weights(model, keep=self.ranks.rank == 0)
-
-    def explain(self, error: Exception) -> Exception:
-        """See `Whole.explain`. FSDP2 runs its collectives within the loss and its backward pass."""
-        return self.ranks.explain(error, "train the batch")

@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -30,7 +29,6 @@ from autobatch.core.errors import (
     RestartSmallerError,
 )
 from autobatch.core.records import StepRecord
-from autobatch.core.signals import StopRequest
 from autobatch.core.units import format_bytes
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
@@ -82,8 +80,6 @@ class Loop:
     """One per optimizer, or empty."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """Raise or skip the step if the loss or gradient is not finite; fp16 overflows are always skipped."""
-    request: StopRequest = field(default_factory=StopRequest)
-    """Ends `run` before the next optimizer step."""
     batches_seen: int = 0
     steps_applied: int = 0
     skipped_steps_in_a_row: int = 0
@@ -169,7 +165,7 @@ class Loop:
             is_intact = self._rewind(random_state, is_fatal=outcome.is_fatal)
             # A stream cannot go back to the start of a batch.
             can_be_drawn_again = not isinstance(self.sampler, StreamSampler)
-            if self.request.signal_number is not None:
+            if self.engine.request.signal_number is not None:
                 self.can_be_saved = is_intact and can_be_drawn_again
                 return None
             oom = self.engine.agree_on_oom(outcome._replace(is_intact=is_intact))
@@ -189,10 +185,9 @@ class Loop:
         try:
             return accumulate(
                 self.train_state,
-                self.engine.begin_step(
+                self.engine.padded(
                     self.train_state.feed(self._fetch(batch, parts), self.meter),
-                    len(parts),
-                    partial(self.split.rounds, batch, self.micro_batch),
+                    lambda: self.split.rounds(batch, self.micro_batch) - len(parts),
                 ),
                 len(batch.ids),
                 self.meter.mark,
@@ -214,7 +209,7 @@ class Loop:
         fed = self.feed.collated(batch, self.micro_batch)
         may_stop = self.engine.is_alone and not isinstance(self.sampler, StreamSampler)
         for part in parts:
-            if may_stop and self.request.is_asked:
+            if may_stop and self.engine.request.is_asked:
                 raise DroppedError("the run was asked to stop")
             # Not in a variable, because this frame lives while the micro-batch trains.
             yield next(fed), len(part.ids)
@@ -225,7 +220,8 @@ class Loop:
         """Return what an error says about memory; raise it if it says nothing."""
         verdict = classify(error)
         if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and not may_be_suspect):
-            raise self.engine.explain(error)
+            # FSDP2 runs its collectives within the loss and its backward pass.
+            raise self.engine.ranks.explain(error, "train the batch")
         # A rank may have no sample. The fullest micro-batch shrinks; the others are no larger.
         halved = [self.split.halved(part, self.micro_batch) for part in parts]
         return OutOfMemory(

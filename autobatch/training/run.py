@@ -165,8 +165,7 @@ def train(loop: Loop, run: RunInputs, progress: Progress) -> Training:
         progress.note(f"nothing is left to train: all {begun_at:,} steps of the run are done")
     running = _Run(loop, run, progress)
     with closing(running.metrics):
-        with stop_on_signals(tells=not ranks.rank) as asked:
-            loop.request = loop.engine.shared_request(asked)
+        with stop_on_signals(tells=not ranks.rank, is_shared=ranks.world > 1) as loop.engine.request:
             try:
                 running.train_batches()
                 progress.doing("validating")
@@ -290,9 +289,9 @@ class _Run:
         # One rank of a shared model can neither stop alone nor, out of memory, fail with the others.
         loop.can_be_saved = is_alone = loop.engine.is_alone
         with preserved_random_state(), loop.train_state.averaged():
-            metrics = self._validator.run(lambda: is_alone and loop.request.is_asked)
+            metrics = self._validator.run(lambda: is_alone and loop.engine.request.is_asked)
         loop.can_be_saved = True
-        loop.engine.agree_on_request()
+        loop.engine.request.agree(loop.engine.ranks.gather(loop.engine.request.own))
         # A checkpoint must hold the random states of the training, which are restored only here.
         self._stop_if_requested()
         return metrics
@@ -321,8 +320,8 @@ class _Run:
 
     def _stop_if_requested(self) -> None:
         """Write a checkpoint and raise if a signal asked to stop."""
-        loop = self._loop
-        if loop.request.signal_number is None:
+        loop, number = self._loop, self._loop.engine.request.signal_number
+        if number is None:
             return
         if loop.can_be_saved:
             self._save_if_needed()
@@ -330,7 +329,7 @@ class _Run:
         raise Interrupted(
             f"stopped after step {loop.batches_seen} of {loop.sampler.total} {kept}. Resume with: "
             f"{self._run.resume_hint}",
-            signal_number=counts_as(loop.request.signal_number),
+            signal_number=counts_as(number),
         )
 
     def _checkpoint_is_due(self, step: int) -> bool:
