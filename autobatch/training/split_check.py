@@ -2,7 +2,7 @@
 
 Some samples of the run are collated as a whole and as micro-batches. Both run through the code that trains,
 with the same draws: the whole as one micro-batch, the others one after the other. Their gradients must agree.
-If they do not, state that the forward pass writes is named as the cause, else the likely causes are listed.
+If they do not, the likely causes are listed.
 
 Rounding is less than an error in float64, so the passes run in it if the model takes it and its copy is
 small. In train mode dropout and BatchNorm stay in eval mode, because they make every pass differ. If two
@@ -55,7 +55,8 @@ CAUSES = (
     "likely causes are a sum over the batch or a mean over something else than samples (counted tokens, "
     "class weights, pixels), for which return Loss(total, count), one by name for each of several means; a "
     "loss that depends on several samples at once, for which use WholeBatchLoss(represent=…, loss=…); "
-    "padding without a mask; and a hook that changes gradients, for which use --max-grad-norm"
+    "padding without a mask; a hook that changes gradients, for which use --max-grad-norm; and state that "
+    "each forward pass writes, which belongs after the optimizer's step (docs/loss.md)"
 )
 """Causes of a difference, and what to do about each."""
 CAUSE_IN_ROWS = (
@@ -208,17 +209,9 @@ def _compare(setup: Setup, samples: list[Any]) -> Finding:
     return failed
 
 
-class Pass(NamedTuple):
-    """Result of a pass over some micro-batches."""
-
-    gradient: Tensor
-    """Elements of the gradient of their loss, in float64."""
-    written: dict[str, Tensor]
-    """Elements of the buffers and frozen parameters that it has changed, by name."""
-
-
-Run: TypeAlias = Callable[..., Pass]
-"""Runs micro-batches one after the other, from the same state each time, with a ``seed``."""
+Run: TypeAlias = Callable[..., Tensor]
+"""Runs micro-batches one after the other, from the same state each time, with a ``seed``. Returns elements of
+the gradient of their loss, in float64."""
 
 
 @contextmanager
@@ -242,17 +235,13 @@ def _open_passes(setup: Setup, dtype: torch.dtype | None, *, is_eval: bool) -> I
                 module.training = False
         train_state.buffers = BufferSnapshot(model, copy_all=True)
 
-        def state() -> dict[str, Tensor]:
-            frozen = [pair for pair in model.named_parameters() if not pair[1].requires_grad]
-            return {name: _elements(t, t).clone() for name, t in (*model.named_buffers(), *frozen)}
-
         def copied(batch: Collated) -> Collated:
             """Return a copy of a batch, because a loss may change it."""
             return map_tensors(
                 copy.deepcopy(batch), lambda t: t.to(dtype) if dtype and t.is_floating_point() else t
             )
 
-        def run(*parts: tuple[Collated, int], seed: int = 1) -> Pass:
+        def run(*parts: tuple[Collated, int], seed: int = 1) -> Tensor:
             seed_everything(seed)
             samples = sum(size for _, size in parts)
             fed = train_state.feed(((copied(batch), size) for batch, size in parts), meter)
@@ -260,14 +249,12 @@ def _open_passes(setup: Setup, dtype: torch.dtype | None, *, is_eval: bool) -> I
                 totals = accumulate(train_state, fed, samples, lambda _: None)
                 # Moved and converted at once: a model may have thousands of parameters.
                 gradient = torch.cat([_elements(*pair) for pair in train_state.gradients.by_parameter()])
-                written = {name: t for name, t in state().items() if not torch.equal(t, before.get(name, t))}
             finally:
                 train_state.gradients.clear()
                 train_state.buffers.restore()
             items = float(samples if totals.count is None else totals.count)
-            return Pass(gradient.to("cpu", torch.float64) * (totals.divisor / (items or 1.0)), written)
+            return gradient.to("cpu", torch.float64) * (totals.divisor / (items or 1.0))
 
-        before = state()
         yield run
 
 
@@ -284,8 +271,7 @@ def _judge(
     run: Run, whole: tuple[Collated, int], parts: list[tuple[Collated, int]], tolerance: float, setup: Setup
 ) -> Finding:
     """Compare a batch with its parts, in passes that round by less than a relative ``tolerance``."""
-    size, at_once, split = whole[1], run(whole), run(*parts).gradient
-    first = at_once.gradient
+    size, first, split = whole[1], run(whole), run(*parts)
     norm = float(first.norm())
 
     def differs(other: Tensor) -> bool:
@@ -293,7 +279,7 @@ def _judge(
 
     if not 0.0 < norm < math.inf:
         return Finding(unchecked=f"the gradient of {size} samples is {'not finite' if norm else 'zero'}")
-    if differs(run(whole).gradient):
+    if differs(run(whole)):
         return Finding(
             unchecked=f"two passes over the same {size} samples with the same draws differ: the model or the "
             "loss keeps state between passes, or draws from a generator of its own"
@@ -306,20 +292,9 @@ def _judge(
         f"the gradient of {size} samples has the norm {norm:.4g} at once and {float(split.norm()):.4g} in "
         f"micro-batches, which differs by {by}"
     )
-    if differs(run(whole, seed=2).gradient):
+    if differs(run(whole, seed=2)):
         return Finding(unchecked=f"{said}, and its draws alone change the gradient")
-    of_whole, of_part = at_once.written, run(parts[-1]).written
-    if names := ", ".join(sorted({**of_whole, **of_part})[:PARTS]):
-        writes = f"the forward pass writes {names}"
-        if all(torch.equal(t, of_whole.get(name, t)) for name, t in of_part.items()):
-            return Finding(unchecked=f"{said}, and {writes} whatever the samples are")
-        cause = (
-            f"{writes}, through which micro-batches see each other. Write it once per batch, "
-            "after the optimizer's step (docs/loss.md)"
-        )
-    else:
-        cause = CAUSE_IN_ROWS if isinstance(setup.workload.loss, WholeBatchLoss) else CAUSES
-    return Finding(f"{said}: {cause}")
+    return Finding(f"{said}: {CAUSE_IN_ROWS if isinstance(setup.workload.loss, WholeBatchLoss) else CAUSES}")
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

@@ -134,12 +134,6 @@ def test_a_model_may_run_in_train_mode_only() -> None:
     assert checked(make_workload(model=lambda: TrainingOnly(network()))) == []
 
 
-def test_state_through_which_micro_batches_see_each_other_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match=r"the forward pass writes average, .*after the optimizer's step"):
+def test_state_through_which_micro_batches_see_each_other_is_refused() -> None:
+    with pytest.raises(InputError, match=r"state that each forward pass writes.*after the optimizer's step"):
         checked(make_workload(model=lambda: Everything().double()))
-
-
-def test_state_that_no_sample_enters_is_no_fault() -> None:
-    """The vectors of a spectral norm move with each pass."""
-    spectral_norm = nn.utils.spectral_norm
-    assert checked(make_workload(model=lambda: spectral_norm(nn.Linear(5, 3, dtype=torch.float64)))) == []
