@@ -74,8 +74,6 @@ QUESTIONS = {
 """First words that are no command, and their answers."""
 SCRIPTED = ("fit", "plan", "probe")
 """Commands that take the words of a program after ``--``."""
-COMMON_CODES = (2, 3, 130, 143)
-"""Exit codes of failures that every rank has before the ranks meet: rank 0 alone reports them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -267,17 +265,13 @@ def report_failure(call: Call, error: BaseException) -> int:
     """Print one line, unless another rank has done so, and return the exit code."""
     import traceback
 
-    from autobatch.distributed.launch import fail_before_joining
+    from autobatch.distributed.ranks import write_error_file
 
     report = describe_failure(error)
     if call.ranks is None:
-        is_common = report.exit_code in COMMON_CODES
-        is_first, earlier = fail_before_joining(os.environ, report.line, is_common=is_common), None
-    else:
-        earlier = call.ranks.fail(report.line, report.exit_code)
-        is_first = earlier is None
-    if not is_first:
-        return report.exit_code if earlier is None else earlier
+        write_error_file(os.environ, report.line)
+    elif (earlier := call.ranks.fail(report.line, report.exit_code)) is not None:
+        return earlier
     where = ""
     if report.is_logged:
         path = write_log(error, call.line, None if call.run is None else call.run.out)

@@ -16,13 +16,12 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from autobatch.core.errors import InputError, RestartSmallerError
 from autobatch.device.host import usable_cores
-from autobatch.distributed.ranks import EARLIER_OUT, Ranks, read_launch, write_error_file
+from autobatch.distributed.ranks import EARLIER_OUT, Ranks, read_launch
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -70,24 +69,6 @@ def refuse_ranks(environ: Mapping[str, str], command: str) -> None:
             f"autobatch {command} runs in one process, and WORLD_SIZE is {launch.world}: start it without "
             "torchrun"
         )
-
-
-def fail_before_joining(environ: Mapping[str, str], line: str, *, is_common: bool) -> bool:
-    """Tell the launcher of a failure before this rank has joined the others.
-
-    Args:
-        environ: describes the launch.
-        line: the cause.
-        is_common: whether all ranks fail alike.
-
-    Returns:
-        True if this rank is to tell the user, as rank 0 does if all of them fail alike.
-    """
-    write_error_file(environ, line)
-    with suppress(InputError):
-        launch = read_launch(environ)
-        return launch is None or launch.rank == 0 or not is_common
-    return True
 
 
 class RanksEnded(NamedTuple):

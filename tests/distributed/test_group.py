@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from autobatch import AutobatchError, CheckpointError, InputError
 from autobatch.distributed.group import LaunchedGroup, join_existing, join_loop
-from autobatch.distributed.launch import fail_before_joining, open_ranks
-from autobatch.distributed.ranks import read_launch
+from autobatch.distributed.launch import open_ranks
+from autobatch.distributed.ranks import read_launch, write_error_file
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 
@@ -39,7 +39,6 @@ def test_an_invalid_environment_is_named(change: dict[str, str | None], message:
     environ = {name: value for name, value in {**ENVIRON, **change}.items() if value is not None}
     with pytest.raises(InputError, match=message):
         open_ranks(environ)
-    assert fail_before_joining(environ, "line", is_common=True)
 
 
 def test_a_rank_has_its_place_on_its_host_also_from_a_launcher_that_gives_none() -> None:
@@ -48,16 +47,13 @@ def test_a_rank_has_its_place_on_its_host_also_from_a_launcher_that_gives_none()
         assert read_launch(environ | more).local_rank == place
 
 
-def test_a_rank_that_fails_alone_reports_it_and_torchrun_reads_the_line(tmp_path: Path) -> None:
+def test_torchrun_reads_the_line_of_a_rank_that_fails(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    for rank, is_common, reports in ((0, True, True), (1, True, False), (1, False, True)):
-        environ = {**ENVIRON, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(path)}
-        assert fail_before_joining(environ, "line", is_common=is_common) == reports
+    write_error_file({"TORCHELASTIC_ERROR_FILE": str(path)}, "line")
     found = json.loads(path.read_text())
     assert found["message"] == "line"
     assert found["timestamp"].isdecimal()
-    environ["TORCHELASTIC_ERROR_FILE"] = "/dev/null/error.json"  # cannot be written
-    assert fail_before_joining(environ, "one line", is_common=False)
+    write_error_file({"TORCHELASTIC_ERROR_FILE": "/dev/null/error.json"}, "line")  # cannot be written
 
 
 def join_and_end() -> tuple[Any, ...]:
