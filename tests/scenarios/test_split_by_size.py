@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autobatch import Loss
-from autobatch.training.validation import Validator
+from autobatch.training.validation import validate
 from autobatch.workload.feed import Feed
 from tests.support.ragged import CONTRASTIVE, Sequences, ragged_split, ragged_workload
 from tests.support.training import apart, make_loop, token_loss, weights
@@ -57,5 +57,5 @@ def test_a_validation_takes_no_more_of_the_longest_samples_than_fit() -> None:
         return token_loss(model, batch)
 
     loop = loop_of(ragged_workload(loss=loss, validation_data=Sequences(33)))
-    Validator(loop).run()
+    validate(loop)
     assert max(validated) == 5 < loop.micro_batch
