@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TextIO, Unpack
+from typing import Any, Literal, Unpack
 
 import msgspec
 from rich.console import Console
@@ -20,7 +20,7 @@ from autobatch.api.pipeline import run_command, run_estimate
 from autobatch.api.run import Run, joined_ranks
 from autobatch.core.errors import InputError
 from autobatch.core.options import Keywords, listing_keywords, options_from
-from autobatch.core.progress import Broadcast, Progress
+from autobatch.core.progress import Progress
 from autobatch.core.text import one_line
 from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResult, Result, TuneResult
 from autobatch.report.terminal import Terminal
@@ -43,8 +43,8 @@ def probe(
 
     Args:
         workload: what to train, a function that returns it, or a reference to it; None for the demo.
-        progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
-            to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
+        progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. If nothing
+            shows them, remarks are warnings of ``logging.getLogger("autobatch")``.
         options: the keywords below, which are the options of ``autobatch probe``, as text or plain values.
 
     Raises:
@@ -206,18 +206,11 @@ def _fields(record: msgspec.Struct) -> dict[str, Any]:
 
 
 class LoggedNotes(Progress):
-    """Remarks of a run as records of ``logging.getLogger("autobatch")``.
-
-    Args:
-        level: of the records; a warning if no other listener shows them.
-    """
-
-    def __init__(self, level: int = logging.INFO) -> None:
-        self._level = level
+    """Remarks of a run as warnings of ``logging.getLogger("autobatch")``."""
 
     def note(self, text: str) -> None:
         """Log a remark."""
-        logging.getLogger("autobatch").log(self._level, "%s", one_line(text))
+        logging.getLogger("autobatch").warning("%s", one_line(text))
 
 
 @contextmanager
@@ -231,20 +224,17 @@ def listening(progress: ShowProgress) -> Iterator[Progress]:
         InputError: it is neither.
     """
     if isinstance(progress, Progress):
-        yield Broadcast([progress, LoggedNotes()])
+        yield progress
         return
     if progress not in (True, False, "auto"):
         raise InputError(f'progress must be "auto", True, False or an autobatch.Progress, found {progress!r}')
-    stream: TextIO | None = sys.stderr if progress else None
+    is_notebook = Console().is_jupyter
+    stream = sys.stdout if is_notebook else sys.stderr
     if progress == "auto":
-        if os.environ.get("RANK", "0") != "0":
-            stream = None  # rank 0 shows the same
-        elif Console().is_jupyter:
-            stream = sys.stdout
-        elif stream is not None and not stream.isatty():
-            stream = None
-    if stream is None:
-        yield LoggedNotes(logging.WARNING)
+        is_first = os.environ.get("RANK", "0") == "0"  # the other ranks would show the same
+        progress = is_first and (is_notebook or (stream is not None and stream.isatty()))
+    if not progress:
+        yield LoggedNotes()
         return
     with Terminal(stream) as terminal:
-        yield Broadcast([terminal, LoggedNotes()])
+        yield terminal

@@ -23,7 +23,6 @@ from autobatch.cli.output import (
     write_log,
 )
 from autobatch.core.errors import InputError
-from autobatch.core.progress import Broadcast
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.version import __version__
 
@@ -235,8 +234,7 @@ def result_of(call: Call, workload: str | None, options: Options, stream: SafeSt
         is_quiet = options.quiet or ranks.rank > 0
         terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=is_quiet))
         terminal.begin(", ".join(options.snapshot) or workload, predicts=predicts)
-        progress = Broadcast([terminal])
-        progress.doing("importing torch")
+        terminal.doing("importing torch")
         gc.disable()  # collections while torch makes a million objects take a fifth of its import
         from autobatch.api.pipeline import run_command, run_estimate
         from autobatch.api.run import Run
@@ -246,14 +244,14 @@ def result_of(call: Call, workload: str | None, options: Options, stream: SafeSt
         gc.freeze()
         gc.enable()
         if predicts:
-            progress.doing("predicting what fits")
+            terminal.doing("predicting what fits")
             estimates = run_estimate(workload, options)
             terminal.estimated(estimates)
             return estimates
         if starts_child and is_copy:
             held.enter_context(child)
         call.run = Run(
-            workload=workload, options=options, progress=progress, ranks=ranks, command=call.line, child=child
+            workload=workload, options=options, progress=terminal, ranks=ranks, command=call.line, child=child
         )
         result = run_command(call.run)
         if ranks.rank == 0:

@@ -24,7 +24,6 @@ from autobatch.cli.output import (
 from autobatch.cli.parser import HELP_WORDS, option_lines, options_of, read_words
 from autobatch.core.errors import InputError
 from autobatch.core.options import Option, fields_of
-from autobatch.core.progress import Broadcast
 from autobatch.core.text import quoted
 
 OPTIONS = (
@@ -104,19 +103,18 @@ def run_script(name: str, words: list[str]) -> int:
         Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal,
     ):
         terminal.begin(shlex.join(command))
-        progress = Broadcast([terminal])
-        progress.doing("reading the GPU")
+        terminal.doing("reading the GPU")
         device = describe_gpu(options.memory_budget)
-        progress.opened(device)
-        progress.note(
+        terminal.opened(device)
+        terminal.note(
             "the command runs a few times, up to its third optimizer step. What it writes (checkpoints, "
             f"logs, trackers), it writes in these runs, too. Its output is in {log}"
         )
-        runner = Runner(command, device, seconds, log, options.verbose, progress)
+        runner = Runner(command, device, seconds, log, options.verbose, terminal)
         result = find_limit(runner, options, home=data_home(os.environ))
-        progress.note("this holds for the first steps: longer samples, evaluation and saving come later")
+        terminal.note("this holds for the first steps: longer samples, evaluation and saving come later")
         if name != "probe":
-            progress.note(
+            terminal.note(
                 "not known here: for the gradient of the whole batch, the command must divide its loss by "
                 "the number of micro-batches, and the loss must be a mean over samples"
             )

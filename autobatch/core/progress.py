@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-from autobatch.core.text import one_line
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # making the records takes as long as the rest of `autobatch --help`
     from autobatch.core.records import Attempt, DeviceRecord, LrTrial, Plan, Probe, StepRecord, Trial, Tuning
@@ -15,7 +12,7 @@ if TYPE_CHECKING:  # making the records takes as long as the rest of `autobatch 
 class Progress:
     """Listener of a run that ignores every event; subclasses override the events that they show.
 
-    Events arrive in the order in which they happen.
+    Events arrive in the order in which they happen. Their texts may quote files of anyone.
     """
 
     def doing(self, act: str) -> None:
@@ -50,16 +47,3 @@ class Progress:
 
     def stepped(self, step: StepRecord, of: int) -> None:
         """Report a training step."""
-
-
-class Broadcast(Progress):
-    """Listener that passes every event on to several others, with each text in one line."""
-
-    def __init__(self, listeners: Sequence[Progress]) -> None:
-        for event in (name for name in vars(Progress) if not name.startswith("_")):
-            setattr(self, event, partial(_pass_on, [getattr(one, event) for one in listeners]))
-
-
-def _pass_on(receivers: Sequence[Any], *event: Any) -> None:
-    for receive in receivers:
-        receive(*(one_line(part) if isinstance(part, str) else part for part in event))

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from autobatch.core.progress import Progress
-from autobatch.core.text import LONGEST_VALUE, printable
+from autobatch.core.text import LONGEST_VALUE, one_line, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.report.facts import describe_trial, device_facts, final_facts, peak_bytes
@@ -81,7 +81,7 @@ class Terminal(Progress):
 
     def note(self, text: str) -> None:
         """Print a remark."""
-        self._say(f"note: {text}", style="dim")
+        self._say(f"note: {one_line(text)}", style="dim")
 
     def opened(self, device: DeviceRecord) -> None:
         """Print the device and its budget."""
