@@ -432,13 +432,13 @@ def _budgeted(run: Run, setup: Setup) -> Setup:
 
 def _inputs(run: Run, data: DataDigest | None, *, resumed: Loaded | None = None, **fields: Any) -> RunInputs:
     """Return the inputs of a training of these data."""
-    assert run.out is not None
+    assert run.ranks.out is not None
     before = [] if resumed is None else resumed.facts["notes"]
     records = run.result.to_json(*BEFORE_TRAINING, "profile")
     return RunInputs(
-        out=run.out,
+        out=run.ranks.out,
         options=run.options,
-        resume_hint=resume_hint(run.command, run.out),
+        resume_hint=resume_hint(run.command, run.ranks.out),
         facts={"records": records, "data": msgspec.to_builtins(data)},
         notes=list(dict.fromkeys([*before, *run.loss_notes])),
         sinks=run.sinks,

@@ -64,8 +64,6 @@ class Run:
     """That process, once it is open."""
     held: ExitStack = field(default_factory=ExitStack)
     """Keeps the folder of the run locked until the end."""
-    out: Path | None = None
-    """The folder of the run; None if it has none."""
     limit: Limit = field(init=False)
     """What fits on this rank, and what a plan may ask for on all of them, once it is known."""
     layout_reason: str | None = None
@@ -187,7 +185,7 @@ def claim(run: Run, name: str) -> Path:
         (out / VERDICT).unlink(missing_ok=True)
         return str(out)
 
-    run.out = out = Path(run.ranks.once(lock))
+    out = Path(run.ranks.once(lock))
     run.ranks.enter(out)
     if run.ranks.world > 1:
         _check_shared(out, run.ranks)

@@ -8,12 +8,10 @@ import gc
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from autobatch.cli.output import (
     PARTS,
-    SafeStream,
     describe_failure,
     output_of_run,
     print_error,
@@ -29,10 +27,10 @@ from autobatch.core.version import __version__
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
-    from autobatch.api.run import Run
     from autobatch.core.options import Options
     from autobatch.distributed.ranks import Ranks
     from autobatch.report.result import Estimates, Result
+    from autobatch.report.terminal import Terminal
 
 
 COMMANDS = {
@@ -75,17 +73,12 @@ SCRIPTED = ("fit", "plan", "probe")
 """Commands that take the words of a program after ``--``."""
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
+def main() -> NoReturn:
     """Run a command and exit with its code."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started this process
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.set_inheritable(null, True)
-            setattr(sys, name, os.fdopen(null, "w"))
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal cannot show must not end a run.
         cast("TextIOWrapper", stream).reconfigure(errors="replace")
-    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
     except OSError:  # Python must not try to write the rest of the buffer at exit
@@ -111,7 +104,7 @@ def end_now(code: int) -> NoReturn:
 
 
 class Call:
-    """A command with its words, and what it has come to, for the report of a failure.
+    """A command with its words, and what the report of its failure needs.
 
     Args:
         arguments: the command and its words.
@@ -125,53 +118,49 @@ class Call:
         """True to print the traceback of an error."""
         self.ranks: Ranks | None = None
         """The processes that run it together; None before they have met."""
-        self.run: Run | None = None
-        """The run of the pipeline; None before there is one."""
 
 
 def run(arguments: list[str]) -> int:
     """Run a command and return its exit code. A failure is one line and, if it is unexpected, a log."""
     call = Call(arguments or ["--help"])
-    name, words = call.name, call.words
     try:
-        if name in QUESTIONS:
-            return write_line(QUESTIONS[name])
-        check_command(name)
-        from autobatch.core.options import COMMANDS as OPENING
-
-        is_program = name == "record" or (name in SCRIPTED and "--" in words)
-        if name in OPENING and not is_program:
-            return run_workload(call)
-        from autobatch.cli import commands, script
-        from autobatch.distributed.launch import refuse_ranks
-        from autobatch.distributed.ranks import Ranks
-
-        refuse_ranks(os.environ, name)
-        call.ranks = Ranks()
-        if is_program:
-            return script.record(words) if name == "record" else script.run_script(name, words)
-        return commands.run_command(name, words)
+        return run_command(call)
     except BaseException as error:
         return report_failure(call, error)
 
 
-def check_command(name: str) -> None:
-    """Check that there is a command; raise `InputError` with the nearest name if there is none."""
+def run_command(call: Call) -> int:
+    """Run a command and return its exit code.
+
+    Raises:
+        InputError: there is no such command, its words are wrong, or what they name is.
+        AutobatchError: see `autobatch.api.pipeline.run_command`.
+    """
+    name, words = call.name, call.words
+    if name in QUESTIONS:
+        return write_line(QUESTIONS[name])
     if name not in COMMANDS:
         import difflib
 
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "see autobatch --help"
         raise InputError(f"there is no command {quoted(name)}; {hint}")
+    from autobatch.core.options import COMMANDS as OPENING
+
+    is_program = name == "record" or (name in SCRIPTED and "--" in words)
+    if name in OPENING and not is_program:
+        return run_workload(call)
+    from autobatch.cli import commands, script
+    from autobatch.distributed.launch import refuse_ranks
+
+    refuse_ranks(os.environ, name)
+    if is_program:
+        return script.record(words) if name == "record" else script.run_script(name, words)
+    return commands.run_command(name, words)
 
 
 def run_workload(call: Call) -> int:
-    """Run a command that opens a workload, and return its exit code.
-
-    Raises:
-        InputError: its words are wrong, or the workload is.
-        AutobatchError: see `autobatch.api.pipeline.run_command`.
-    """
+    """Run a command that opens a workload, and return its exit code; see `run_command`."""
     from autobatch.cli.parser import HELP_WORDS, help_of, parse
 
     name, words = call.name, call.words
@@ -181,8 +170,18 @@ def run_workload(call: Call) -> int:
     call.is_verbose = options.verbose
     with raise_on_termination():
         call.ranks = ranks = join_ranks(call, options)
-        with output_of_run(as_json=options.json) as stream:
-            result = result_of(call, workload, options, stream)
+        from autobatch.report.terminal import Terminal
+        from autobatch.workload.reference import check_reference, is_named_model
+
+        predicts = name == "estimate"
+        if workload is not None and not options.snapshot and not (predicts and is_named_model(workload)):
+            check_reference(workload)  # before the seconds that torch takes to import
+        is_quiet = options.quiet or ranks.rank > 0
+        with output_of_run(as_json=options.json) as stream, Terminal(stream, quiet=is_quiet) as terminal:
+            terminal.begin(", ".join(options.snapshot) or workload, predicts=predicts)
+            terminal.doing("importing torch")
+            act = predict if predicts else measure
+            result = act(call, workload, options, terminal)
         if options.json and ranks.rank == 0:
             write_json(result.to_json(*PARTS.get(name, ())))
         ranks.close()
@@ -214,46 +213,47 @@ def join_ranks(call: Call, options: Options) -> Ranks:
     return ranks
 
 
-def result_of(call: Call, workload: str | None, options: Options, stream: SafeStream) -> Result | Estimates:
-    """Return the result of a command on this rank; rank 0 shows its progress and its result."""
-    from autobatch.rehearsal.process import ChildProcess, may_copy
-    from autobatch.report.terminal import Terminal
-    from autobatch.workload.reference import check_reference, is_named_model
+def predict(_: Call, workload: str | None, options: Options, terminal: Terminal) -> Estimates:
+    """Run ``autobatch estimate``."""
+    from autobatch.rehearsal.process import import_torch
 
-    ranks, predicts = call.ranks, options.command == "estimate"
+    import_torch()
+    from autobatch.api.pipeline import run_estimate
+
+    terminal.doing("predicting what fits")
+    estimates = run_estimate(workload, options)
+    terminal.estimated(estimates)
+    return estimates
+
+
+def measure(call: Call, workload: str | None, options: Options, terminal: Terminal) -> Result:
+    """Run another command than ``autobatch estimate`` on this rank; rank 0 shows the result."""
+    from autobatch.rehearsal.process import ChildProcess, import_torch, may_copy
+
+    ranks = call.ranks
     assert ranks is not None
+    # Threads of a group of ranks do not survive a copy. A resume may need no child.
+    is_copy = ranks.world == 1 and may_copy(options.device) and not options.resume
+    child = ChildProcess(is_copy=is_copy)
     with contextlib.ExitStack() as held:
-        if workload is not None and not options.snapshot and not (predicts and is_named_model(workload)):
-            check_reference(workload)  # before the seconds that torch takes to import
-        # Threads of a group of ranks do not survive a copy.
-        is_copy = ranks.world == 1 and may_copy(options.device) and not options.resume
-        child = ChildProcess(is_copy=is_copy)
-        starts_child = not predicts and not options.resume  # which may not need it
-        if starts_child and not is_copy:
+        if not (is_copy or options.resume):
             held.enter_context(child)  # it imports torch while this process does
-        is_quiet = options.quiet or ranks.rank > 0
-        terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=is_quiet))
-        terminal.begin(", ".join(options.snapshot) or workload, predicts=predicts)
-        terminal.doing("importing torch")
-        gc.disable()  # collections while torch makes a million objects take a fifth of its import
-        from autobatch.api.pipeline import run_command, run_estimate
+        import_torch()
+        from autobatch.api.pipeline import run_command
         from autobatch.api.run import Run
-        from autobatch.step.optimizers import import_for_optimizers
 
-        import_for_optimizers()
-        gc.freeze()
-        gc.enable()
-        if predicts:
-            terminal.doing("predicting what fits")
-            estimates = run_estimate(workload, options)
-            terminal.estimated(estimates)
-            return estimates
-        if starts_child and is_copy:
+        if is_copy:
             held.enter_context(child)
-        call.run = Run(
-            workload=workload, options=options, progress=terminal, ranks=ranks, command=call.line, child=child
+        result = run_command(
+            Run(
+                workload=workload,
+                options=options,
+                progress=terminal,
+                ranks=ranks,
+                command=call.line,
+                child=child,
+            )
         )
-        result = run_command(call.run)
         if ranks.rank == 0:
             terminal.finish(result)
         return result
@@ -263,16 +263,15 @@ def report_failure(call: Call, error: BaseException) -> int:
     """Print one line, unless another rank has done so, and return the exit code."""
     import traceback
 
-    from autobatch.distributed.ranks import write_error_file
+    from autobatch.distributed.ranks import Ranks
 
-    report = describe_failure(error)
-    if call.ranks is None:
-        write_error_file(os.environ, report.line)
-    elif (earlier := call.ranks.fail(report.line, report.exit_code)) is not None:
+    report, ranks = describe_failure(error), call.ranks or Ranks()
+    earlier = ranks.fail(report.line, report.exit_code)
+    if earlier is not None:
         return earlier
     where = ""
     if report.is_logged:
-        path = write_log(error, call.line, None if call.run is None else call.run.out)
+        path = write_log(error, call.line, ranks.out)
         where = f"; full traceback: {path}" if path else "; for the traceback add --verbose"
     print_error(report.line + where)
     if call.is_verbose:

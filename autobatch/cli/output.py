@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError, UserCodeError
 from autobatch.core.text import error_text, one_line
@@ -56,7 +56,7 @@ class SafeStream:
 
 
 @contextlib.contextmanager
-def output_of_run(*, as_json: bool) -> Iterator[SafeStream]:
+def output_of_run(*, as_json: bool) -> Iterator[TextIO]:
     """Yield the stream for what people read.
 
     If standard output is for one JSON object, all else goes to standard error within the block, also what C
@@ -67,7 +67,7 @@ def output_of_run(*, as_json: bool) -> Iterator[SafeStream]:
     """
     if not as_json:
         stream = SafeStream(sys.stdout)
-        yield stream
+        yield cast("TextIO", stream)
         if stream.failure is not None:
             raise stream.failure
         return
@@ -80,7 +80,7 @@ def output_of_run(*, as_json: bool) -> Iterator[SafeStream]:
             restored.callback(os.dup2, copy, number)
             os.dup2(sys.stderr.fileno(), number)
         restored.enter_context(contextlib.redirect_stdout(sys.stderr))
-        yield SafeStream(sys.stderr)
+        yield cast("TextIO", SafeStream(sys.stderr))
 
 
 def print_error(line: str) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from inspect import getdoc
 from pathlib import Path
-from typing import Annotated, NoReturn, TextIO, cast
+from typing import Annotated, NoReturn
 
 from msgspec import Meta
 
@@ -100,7 +100,7 @@ def run_script(name: str, words: list[str]) -> int:
     with (
         output_of_run(as_json=options.json) as stream,
         raise_on_termination(),
-        Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal,
+        Terminal(stream, quiet=options.quiet) as terminal,
     ):
         terminal.begin(shlex.join(command))
         terminal.doing("reading the GPU")

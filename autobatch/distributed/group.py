@@ -42,7 +42,7 @@ from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitErr
 from autobatch.core.files import write_atomic
 from autobatch.core.signals import PR_SET_PDEATHSIG
 from autobatch.device.oom import first_line, is_oom
-from autobatch.distributed.ranks import EARLIER_OUT, VERDICT, Launch, Ranks, write_error_file
+from autobatch.distributed.ranks import EARLIER_OUT, VERDICT, Launch, Ranks
 
 ROLL_CALL_S, PAUSE_S = 4.0, 0.1
 """Seconds in which a rank answers after a collective has failed, and between two looks at the answers."""
@@ -227,7 +227,6 @@ class LaunchedGroup(Group):
         earlier = store.get(OUT).decode() if store.check([OUT]) else os.environ.get(EARLIER_OUT)
         self.earlier_out = Path(earlier) if earlier else None
         self._launch, self._run, self._start = launch, store, start
-        self._out: Path | None = None
         self._has_store = True
         self.agree(False)  # no rank reads the folder after another one has begun
 
@@ -282,13 +281,13 @@ class LaunchedGroup(Group):
 
     def enter(self, out: Path) -> None:
         """See `Ranks.enter`."""
-        self._out = out
+        self.out = out
         if self.rank == 0:
             self._run.set(OUT, str(out.absolute()))
 
     def fail(self, line: str, code: int) -> int | None:
         """See `Ranks.fail`. The first failure in the store counts, and each one if the store has gone."""
-        write_error_file(os.environ, line, self._out)
+        super().fail(line, code)
         of_run = {"run_id": self._launch.run_id, "restart": self._launch.restart}
         # torchrun replaces the code by 1.
         of_rank = {"rank": self.rank, "host": self.host, "code": code, "line": line}
@@ -296,9 +295,9 @@ class LaunchedGroup(Group):
         first = self._ask(lambda: self._start.compare_set("verdict", "", own)) or own.encode()
         if first != own.encode():
             return int(json.loads(first)["code"])
-        if self._out is not None:
+        if self.out is not None:
             with suppress(OSError):  # a full disk must not hide the cause
-                write_atomic(self._out / VERDICT, first)
+                write_atomic(self.out / VERDICT, first)
         return None
 
     def close(self) -> None:

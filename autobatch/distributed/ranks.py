@@ -7,6 +7,7 @@ any number of processes.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -47,6 +48,8 @@ class Ranks:
     """Name of the host of this rank."""
     earlier_out: Path | None = None
     """Folder of the run that the launcher has started again; None for a first start."""
+    out: Path | None = None
+    """Folder of the run; None until it is known."""
 
     def device(self, spec: str) -> str:
         """Return the device that this rank opens for the one that was asked for."""
@@ -103,7 +106,8 @@ class Ranks:
         return error
 
     def enter(self, out: Path) -> None:
-        """Set the folder of the run, for `fail`."""
+        """Set the folder of the run."""
+        self.out = out
 
     def fail(self, line: str, code: int) -> int | None:
         """Tell all ranks, and the launcher, that the run ends with this line and exit code.
@@ -111,6 +115,7 @@ class Ranks:
         Returns:
             The exit code of the rank that failed first, which has printed the cause; None if it is this one.
         """
+        write_error_file(os.environ, line, self.out)
         return None
 
     def close(self) -> None:

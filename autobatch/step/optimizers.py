@@ -14,14 +14,6 @@ from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.user_code import user_code
 
 
-def import_for_optimizers() -> None:
-    """Import what torch imports with the first optimizer: its compiler, which takes 0.9 s.
-
-    A process that is copied after it spares its copy that time.
-    """
-    torch.optim.SGD([torch.zeros(1, device="cpu")])
-
-
 def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float) -> Optimizers:
     """Build the optimizers of a model, ready to train.
 

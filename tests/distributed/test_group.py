@@ -17,7 +17,7 @@ import torch.distributed as dist
 from autobatch import AutobatchError, CheckpointError, InputError
 from autobatch.distributed.group import LaunchedGroup, join_existing, join_loop
 from autobatch.distributed.launch import open_ranks
-from autobatch.distributed.ranks import read_launch, write_error_file
+from autobatch.distributed.ranks import Ranks, read_launch
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 
@@ -47,13 +47,14 @@ def test_a_rank_has_its_place_on_its_host_also_from_a_launcher_that_gives_none()
         assert read_launch(environ | more).local_rank == place
 
 
-def test_torchrun_reads_the_line_of_a_rank_that_fails(tmp_path: Path) -> None:
+def test_a_launcher_reads_the_line_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
-    write_error_file({"TORCHELASTIC_ERROR_FILE": str(path)}, "line")
+    for place in (path, "/dev/null/error.json"):  # which cannot be written
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(place))
+        assert Ranks().fail("line", 1) is None
     found = json.loads(path.read_text())
     assert found["message"] == "line"
     assert found["timestamp"].isdecimal()
-    write_error_file({"TORCHELASTIC_ERROR_FILE": "/dev/null/error.json"}, "line")  # cannot be written
 
 
 def join_and_end() -> tuple[Any, ...]:

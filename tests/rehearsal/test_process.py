@@ -20,10 +20,9 @@ from autobatch import Progress
 from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
 from autobatch.rehearsal.attempt import Outcome, attempt
-from autobatch.rehearsal.process import ChildCrashed, ChildProcess, open_process
+from autobatch.rehearsal.process import ChildCrashed, ChildProcess, import_torch, open_process
 from autobatch.rehearsal.setup import Role, Setup
 from autobatch.search.runs import run_attempt
-from autobatch.step.optimizers import import_for_optimizers
 from tests.support.commandline import SMALL
 
 SETTINGS = Options(device="cpu", memory_budget="64MiB")
@@ -181,7 +180,7 @@ def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
     is_copy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A copy has the modules that its parent has; nothing of its output has a name."""
-    import_for_optimizers()  # as a parent does; torch makes a folder for its own cache then
+    import_torch()  # as a parent does; torch makes a folder for its own cache then
     monkeypatch.setitem(sys.modules, "made_before_the_copy", sys)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     others = set(multiprocessing.active_children())
