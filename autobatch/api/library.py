@@ -19,7 +19,7 @@ from rich.console import Console
 from autobatch.api.pipeline import run_command, run_estimate
 from autobatch.api.run import Run, joined_ranks
 from autobatch.core.errors import InputError
-from autobatch.core.options import Keywords, listing_keywords, options_from
+from autobatch.core.options import Keywords, options_from
 from autobatch.core.progress import Progress
 from autobatch.core.text import one_line
 from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResult, Result, TuneResult
@@ -32,7 +32,6 @@ ShowProgress = Progress | Literal["auto"] | bool
 """A listener, or whether to show the progress; ``auto`` shows it in terminals and notebooks."""
 
 
-@listing_keywords
 def probe(
     workload: WorkloadSource = None,
     *,
@@ -45,7 +44,7 @@ def probe(
         workload: what to train, a function that returns it, or a reference to it; None for the demo.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. If nothing
             shows them, remarks are warnings of ``logging.getLogger("autobatch")``.
-        options: the keywords below, which are the options of ``autobatch probe``, as text or plain values.
+        options: those of ``autobatch probe --help-all`` by their names, as text or plain values.
 
     Raises:
         InputError: an option, the device or the workload is invalid.
@@ -56,7 +55,6 @@ def probe(
     return ProbeResult(**_fields(result.probe), device=result.device)
 
 
-@listing_keywords
 def plan(
     workload: WorkloadSource = None,
     *,
@@ -78,7 +76,7 @@ def plan(
         world_size: processes that share a batch, for a launcher that autobatch does not know; None for those
             that torchrun has started, else 1.
         progress: as in `probe`.
-        options: the keywords below, which are the options of ``autobatch plan``.
+        options: those of ``autobatch plan``.
 
     Raises:
         InputError: an option, the device or the workload is invalid.
@@ -95,7 +93,6 @@ def plan(
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe, notes=result.notes)
 
 
-@listing_keywords
 def estimate(
     workload: WorkloadSource = None,
     *,
@@ -107,7 +104,7 @@ def estimate(
     Args:
         workload: as in `probe`.
         target_batch: samples per optimizer step to plan for; None for no plan.
-        options: the keywords below, which are the options of ``autobatch estimate``.
+        options: those of ``autobatch estimate``.
 
     Raises:
         InputError: an option, a profile or the workload is invalid.
@@ -122,7 +119,6 @@ def estimate(
     return run_estimate(workload, checked)
 
 
-@listing_keywords
 def tune(
     workload: WorkloadSource = None,
     *,
@@ -136,7 +132,7 @@ def tune(
         workload: as in `probe`.
         target_batch: samples per optimizer step, exactly.
         progress: as in `probe`.
-        options: the keywords below, which are the options of ``autobatch tune``.
+        options: those of ``autobatch tune``.
 
     Raises:
         InputError: an option, the device or the workload is invalid.
@@ -146,7 +142,6 @@ def tune(
     return TuneResult(**_fields(result))
 
 
-@listing_keywords
 def fit(
     workload: WorkloadSource = None,
     *,
@@ -166,7 +161,7 @@ def fit(
         until: called with the record of each step, after its validation. If it returns something true, the
             run ends there as after its last step (early stopping, a budget of samples). Of several ranks,
             rank 0 decides. What it raises ends the run after a checkpoint.
-        options: the keywords below, which are the options of ``autobatch fit``.
+        options: those of ``autobatch fit``.
 
     Returns:
         The records of every part, and the trained ``model``.

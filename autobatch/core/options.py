@@ -8,25 +8,13 @@ torch.
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypedDict,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -78,7 +66,6 @@ _TIME = r"^[0-9]{1,9}(\.[0-9]{1,9})?(min|h)\Z"
 Duration = Annotated[str, Meta(pattern=_TIME, description="a time like 15min or 2h")]
 SplitCheck = Literal["error", "note", "off"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
-CallT = TypeVar("CallT", bound=Callable[..., Any])
 OTHER_NAMES = {
     "batch_size": "target_batch micro_batch",
     "gradient_accumulation_steps": "target_batch",
@@ -474,17 +461,3 @@ class Keywords(TypedDict, total=False):
     ranks: int | None
     parallel: Literal["auto", "replicate", "shard"]
     collective_timeout: float
-
-
-def listing_keywords(call: CallT) -> CallT:
-    """Add every keyword of a call to its docstring and to the signature that ``help`` shows."""
-    fields = [field for name, field in fields_of(call.__name__).items() if name in Keywords.__annotations__]
-    lines = [f"    {one.name} ({one.expected}, default {one.default!r}): {one.text}" for one in fields]
-    call.__doc__ = "\n".join([inspect.cleandoc(call.__doc__ or ""), "", "Keywords:", *lines])
-    named = [*inspect.signature(call).parameters.values()][:-1]
-    more = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
-        for field in fields
-    ]
-    call.__signature__ = inspect.signature(call).replace(parameters=[*named, *more])  # type: ignore[attr-defined]
-    return call

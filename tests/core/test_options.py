@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import pydoc
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -13,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import autobatch
 from autobatch import InputError
-from autobatch.core.options import COMMANDS, PLANS, Keywords, all_fields, fields_of
+from autobatch.core.options import Keywords, all_fields
 from tests.support.options import as_options, required
 
 
@@ -91,16 +88,3 @@ def test_the_keywords_are_the_options_with_their_choices_and_defaults() -> None:
     for name, hint in hints.items():
         assert (NoneType in get_args(hint)) == (fields[name].default is None), name
         assert all(f"'{choice}'" in str(hint) for choice in fields[name].choices), name
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_and_the_signature_of_a_call_have_every_keyword(name: str) -> None:
-    call = getattr(autobatch, name)
-    printed = pydoc.plain(pydoc.render_doc(call))
-    signature = inspect.signature(call).parameters
-    assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.values())
-    for key, field in fields_of(name).items():
-        if field.group != "output":
-            assert f"{key}: " in printed or f"{key} ({field.expected}, default {field.default!r})" in printed
-            needed = key == "target_batch" and name in PLANS
-            assert signature[key].default == (inspect.Parameter.empty if needed else field.default)
