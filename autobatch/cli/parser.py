@@ -6,13 +6,13 @@ error says where to correct a value. `autobatch.core.options` declares the optio
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import read_toml
@@ -34,6 +34,8 @@ HELP_WORDS = frozenset({"-h", "--help", "--help-all"})
 HELP_COLUMN = 27
 LENGTHS = {"steps", "epochs"}
 """Options that exclude each other: those of the latest source count."""
+REFERENCE = "file.py, file.py:function or module:function in UTF-8"
+WORKLOAD = Option("", type=Annotated[str, Meta(pattern=f"^{TEXT}+$", description=REFERENCE)])
 
 
 def parse(name: str, words: Sequence[str]) -> tuple[str | None, Options]:
@@ -61,11 +63,8 @@ def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Optio
         on_line: the values on the command line, by name; that of ``workload`` too.
 
     Raises:
-        InputError: a value is wrong, or an option in the file is unknown, or is in the environment.
+        InputError: a value is wrong, or an option in the file is unknown.
     """
-    for option in all_fields():
-        if (variable := f"AUTOBATCH_{option.upper()}") in os.environ:
-            raise InputError(f"{variable} is not read: give {spelled(option)}, or {option} in autobatch.toml")
     path, in_file = _read_file()
     taken = {*on_line, *(LENGTHS if LENGTHS & on_line.keys() else ())}
     in_file = {option: value for option, value in in_file.items() if option not in taken}
@@ -74,9 +73,7 @@ def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Optio
     def label(option: str) -> str:
         return f"{option} in {path}" if option in in_file else spelled(option)
 
-    place = given.pop("workload", None)
-    if "workload" in on_line:
-        _check_place(place, "WORKLOAD")
+    place = WORKLOAD.convert(given.pop("workload", None), "WORKLOAD")
     fields = fields_of(name)
     values = {option: value for option, value in given.items() if option in fields}
     return place, options_from(name, values, names={option: label(option) for option in fields})
@@ -128,14 +125,6 @@ def read_words(
     return values, others
 
 
-def _check_place(place: object, label: str) -> None:
-    """Check the reference to a workload as far as is possible without looking for it."""
-    if not (isinstance(place, str) and re.fullmatch(f"{TEXT}+", place)):
-        raise InputError(
-            f"{label} must be file.py, file.py:function or module:function in UTF-8, found {quoted(place)}"
-        )
-
-
 def _is_value(word: str) -> bool:
     return word == "-" or not word.startswith("-")
 
@@ -156,15 +145,11 @@ def _read_file() -> tuple[Path, dict[str, Any]]:
         table = table.get(name, {})
         if not isinstance(table, dict):
             raise InputError(f"{path}: {name} must be a table, found {quoted(table)}")
-    known = {*all_fields(), "workload"}
+    known = all_fields() | {"workload": WORKLOAD}
     if unknown := [name for name in table if name not in known]:
         raise InputError(f"{path}: {unknown_option(unknown[0], known)}")
     for option, value in table.items():
-        label = f"{option} in {path}"
-        if option == "workload":
-            _check_place(value, label)
-        else:
-            all_fields()[option].convert(value, label)
+        known[option].convert(value, f"{option} in {path}")
     return path, table
 
 
