@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -30,7 +30,7 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.files import REPORT, RESULT, write_atomic
 from autobatch.core.options import Options, fields_of, refuse
 from autobatch.core.records import Plan, Remedy, Tuning
-from autobatch.core.text import error_text, listed
+from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.allocator import new_allocator
 from autobatch.device.profiles import data_home
@@ -195,18 +195,10 @@ def tune(run: Run, steps: int = PLANNED_STEPS) -> None:
     """
     options, process = run.options, run.process
     has_trials, tunes_rate = options.command in ("tune", "fit") and options.trials != 0, options.tune_lr
-    of_trials = ("knobs",) if tunes_rate else ("knobs", "timeout")
-    idle = [f"--{name}" for name in of_trials if getattr(options, name) is not None]
-    if options.trials == 0 and idle:
-        run.progress.note(f"no effect with --trials 0: {listed(idle)}")
     if (has_trials or tunes_rate) and process.info.shards is not None:
         run.progress.note("nothing is tuned, because the ranks share the model")
         has_trials = tunes_rate = False
-    finding = examine_loss(
-        run,
-        lambda *asked: process.call("the check of the loss", examine_run, *asked),
-        is_shared=process.info.shards is not None,
-    )
+    finding = examine_loss(run, lambda *asked: process.call("the check of the loss", examine_run, *asked))
     if options.command == "tune":
         run.record(tuning=Tuning(notes=[] if has_trials else ["no trial was asked for"]))
     tuner = None
@@ -244,20 +236,19 @@ def tune(run: Run, steps: int = PLANNED_STEPS) -> None:
         run.progress.note(line)
 
 
-def examine_loss(run: Run, check: Callable[[int, int, int], Finding], *, is_shared: bool) -> Finding:
+def examine_loss(run: Run, check: Callable[[int, int, int], Finding]) -> Finding:
     """Examine whether the loss can be split, before minutes are spent on trials.
 
     Args:
         run: with its plan.
         check: examines a micro-batch, a target batch and a seed.
-        is_shared: True if ranks share the model.
 
     Raises:
         InputError: it cannot, the plan splits it, and ``--split-check`` asks for an error.
     """
     if run.options.on_inexact_split == "off":
         return Finding()
-    if is_shared:
+    if run.plan.parallel == "shard":
         return SHARED
     run.progress.doing("checking that the loss can be split into micro-batches")
     try:
@@ -295,40 +286,41 @@ def run_command(run: Run) -> Result:
     if run.ranks.rank == 0:
         check_trackers(run.options.log)
     if run.options.command == "fit":
-        _settle_fit(run)
         with run.held:
-            with preserved_generators(run.workload):
-                setup, sampler, inputs = (resume if run.options.resume else begin)(run)
-            training, model = train_plan(
-                setup, run.plan, sampler, inputs, progress=run.progress, ranks=run.ranks
-            )
-            # Of a model that ranks share, this one has a part only; the file has all of it.
-            run.record(training=training, model=None if run.plan.parallel == "shard" else model)
-            write(run, inputs.out)
+            fit(run)
     else:
         with preserved_generators(run.workload), run.trying:
             open_workload(run)
-            limit(run)
-            if run.options.command != "probe":
-                plan(run)
-                tune(run)
+            search(run)
     return run.result
 
 
-def _settle_fit(run: Run) -> None:
-    """Settle the length of a training, and resume a run that the launcher has started again."""
-    if (earlier := run.ranks.earlier_out) is not None:
+def search(run: Run, steps: int = PLANNED_STEPS) -> None:
+    """Find what fits and, if the command plans, plan and tune for so many optimizer steps."""
+    limit(run)
+    if run.options.command != "probe":
+        plan(run)
+        tune(run, steps)
+
+
+def fit(run: Run) -> None:
+    """Train a run to its end, and write its result and its report."""
+    if (earlier := run.ranks.earlier_out) is not None:  # the launcher has started it again
         has_checkpoint = run.ranks.once(lambda: bool(list_checkpoints(earlier / CHECKPOINTS)))
         run.settle(out=str(earlier), resume=has_checkpoint)
     if run.options.steps is None and run.options.epochs is None:
         run.settle(**({"steps": demo.STEPS} if run.workload is None else {"epochs": 1}))
+    with preserved_generators(run.workload):
+        setup, sampler, inputs = (resume if run.options.resume else begin)(run)
+    # The budget is that of the probe, which may be an earlier one.
+    setup = replace(setup, device=setup.device.budgeted(run.result.device.budget_bytes))
+    training, model = train_plan(setup, run.plan, sampler, inputs, progress=run.progress, ranks=run.ranks)
+    # Of a model that ranks share, this one has a part only; the file has all of it.
+    run.record(training=training, model=None if run.plan.parallel == "shard" else model)
+    write(run, inputs.out)
 
 
-ToTrain: TypeAlias = tuple[Setup, GlobalBatchSampler, RunInputs]
-"""What a training takes besides the plan: the setup, the batches, and the inputs of the run."""
-
-
-def begin(run: Run) -> ToTrain:
+def begin(run: Run) -> tuple[Setup, GlobalBatchSampler, RunInputs]:
     """Search, plan and tune for a new run in one process, and open the setup that trains.
 
     Raises:
@@ -338,12 +330,10 @@ def begin(run: Run) -> ToTrain:
     options, sizes = run.options, None
     with run.trying:
         open_workload(run)
-        process, info = run.process, run.process.info
+        info = run.process.info
         samples = info.epoch_samples or length_of_stream(options.steps)
         out = claim(run, info.name)
-        limit(run)
-        plan(run)
-        tune(run, options.steps or math.ceil((options.epochs or 1) * samples / run.target))
+        search(run, options.steps or math.ceil((options.epochs or 1) * samples / run.target))
         process, info = run.process, run.process.info
         if run.plan.size_cut is not None:
             # Sent, so that the process that trains need not read them again.
@@ -360,10 +350,10 @@ def begin(run: Run) -> ToTrain:
         check_same_data([info.data, data_of_setup(setup)], ["the probe", "the process that trains"])
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
-    return _budgeted(run, setup), _sampler_of(run, setup), _inputs(run, info.data)
+    return setup, _sampler_of(run, setup), _inputs(run, info.data)
 
 
-def resume(run: Run) -> ToTrain:
+def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, RunInputs]:
     """Take the stored plan of a run, or plan it again if something has changed that the plan depends on.
 
     Raises:
@@ -397,7 +387,7 @@ def resume(run: Run) -> ToTrain:
         progress.planned(stored)
         run.result = msgspec.structs.replace(earlier, plan=stored)
         # Somebody may have edited it since. On the same hardware all ranks find the same.
-        finding = examine_loss(run, partial(examine_run, setup), is_shared=shares)
+        finding = examine_loss(run, partial(examine_run, setup))
         run.loss_notes = finding.notes(options.on_inexact_split, stored)
     else:
         progress.note(
@@ -405,29 +395,21 @@ def resume(run: Run) -> ToTrain:
             "learning rate and the order of the data stay, the micro-batch is planned again, and sums differ "
             "by rounding"
         )
-        _plan_again(run, stored, sampler, shares=setup.role.shards is not None)
+        _plan_again(run, stored, shares=setup.role.shards is not None)
         run.record(tuning=earlier.tuning)
-    inputs = _inputs(run, data, resumed=checkpoint, is_exact=not changes)
-    return _budgeted(run, setup), sampler, inputs
+    return setup, sampler, _inputs(run, data, resumed=checkpoint, is_exact=not changes)
 
 
-def _plan_again(run: Run, stored: Plan, sampler: GlobalBatchSampler, *, shares: bool) -> None:
+def _plan_again(run: Run, stored: Plan, *, shares: bool) -> None:
     """Plan a stored run again, at its learning rate and without tuning."""
-    run.settle(trials=0, tune_lr=False, knobs=None, timeout=None)
+    run.settle(trials=0, tune_lr=False)
     if run.ranks.world > 1:
         run.settle(parallel="shard" if shares else "replicate")
     with run.trying:
         open_workload(run)
-        limit(run)
-        plan(run)
-        tune(run, sampler.total)
+        search(run)
     rate = [name for name in Plan.__struct_fields__ if name.startswith("learning_rate")]
     run.record(plan=msgspec.structs.replace(run.plan, **{name: getattr(stored, name) for name in rate}))
-
-
-def _budgeted(run: Run, setup: Setup) -> Setup:
-    """Return the setup of a training with the budget of its probe, which may be an earlier one."""
-    return replace(setup, device=setup.device.budgeted(run.result.device.budget_bytes))
 
 
 def _inputs(run: Run, data: DataDigest | None, *, resumed: Loaded | None = None, **fields: Any) -> RunInputs:

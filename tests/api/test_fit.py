@@ -45,13 +45,10 @@ def test_a_resume_may_take_more_steps_and_smaller_micro_batches(tmp_path: Path) 
     assert apart(weights(done.model), weights(whole.model)) < 1e-12
 
 
-def test_options_without_an_effect_are_noted_in_a_new_run(tmp_path: Path) -> None:
-    given = {**SHORT, "knobs": "precision", "timeout": 5, "validate_every": 2}
-    heard, again = Listener(), Listener()
-    fit(make_workload(), tmp_path, **given, progress=heard)
-    fit(make_workload(), tmp_path, **{**given, "max_micro_batch": 5}, resume=True, progress=again)
-    noted = [[note.partition(": ")[2] for note in one.notes if "no effect" in note] for one in (heard, again)]
-    assert noted == [["--knobs and --timeout", "--validate-every"], ["--validate-every"]]
+def test_a_validation_without_data_is_noted(tmp_path: Path) -> None:
+    heard = Listener()
+    fit(make_workload(), tmp_path, **SHORT, validate_every=2, progress=heard)
+    assert any(note.endswith("--validate-every") for note in heard.notes)
 
 
 def test_a_resume_checks_the_loss_which_may_have_been_edited(tmp_path: Path) -> None:
