@@ -8,12 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autobatch.core.units import MiB
 from tests.support.kernels import needs_kernels, only_stub
 from tests.support.training import apart
 
 pytestmark = pytest.mark.gpu
-WITHIN = ("--device", "cuda", "--memory-budget", "200MiB")
 
 
 def test_doctor_lists_the_gpu(on_gpu) -> None:
@@ -26,23 +24,6 @@ def test_estimate_opens_no_context(on_gpu, contexts) -> None:
     done = on_gpu("estimate", "train.py", "--profile", "h100-80gb", "--json")
     assert done.json["estimates"][0]["micro_batch"] > 1000
     assert contexts() == {}
-
-
-def test_a_limit_takes_few_runs_and_its_whole_estimate_is_exact_but_for_workspaces(on_gpu) -> None:
-    """The estimate sees the profile alone, and the limit was found by runs, with cuBLAS's two workspaces."""
-    # Too little for all samples even where no workspace of cuBLAS is kept.
-    within = (*WITHIN[:-1], "120MiB")
-    done = on_gpu("probe", "train.py", *within, "--json")
-    found = done.json["probe"]
-    assert found["limited_by"] == "memory"
-    assert found["oom_count"] <= 2
-    assert len(found["attempts"]) <= 8
-    size = found["micro_batch"]
-    words = ("--profile", "h100-80gb", "--micro-batch", size, "--json")
-    guess = on_gpu("estimate", "train.py", *words).json["estimates"][0]
-    peak = next(ran["peak_allocated_bytes"] for ran in found["attempts"] if ran["micro_batch"] == size)
-    missing = peak - guess["peak_allocated_bytes"]
-    assert abs(missing) < 0.01 * peak or missing == pytest.approx(64 * MiB, rel=0.01)
 
 
 @needs_kernels
