@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autobatch import CheckpointError
+from autobatch.core.files import file_entry
 from autobatch.training.checkpoint import (
     MANIFEST,
     check_files,
@@ -28,11 +28,7 @@ def save(
 
 def seal(path: Path, facts: dict[str, Any]) -> None:
     """Give the files of a checkpoint valid sums."""
-    files = {
-        file.name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        for file in path.iterdir()
-        if file.name != MANIFEST
-    }
+    files = {file.name: file_entry(file) for file in path.iterdir() if file.name != MANIFEST}
     step = int(path.name.removeprefix("step-"))
     write_manifest(path / MANIFEST, {"step": step, "files": files, "facts": facts})
 
