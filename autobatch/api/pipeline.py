@@ -471,10 +471,10 @@ def write(run: Run, out: Path) -> None:
     write_atomic(out / RESULT, content + b"\n")
     run.progress.doing("writing the report")
     # Only here: matplotlib takes half a second to import.
-    from autobatch.report.page import write_report
+    from autobatch.report.page import render
 
     try:
-        write_report(out / REPORT, load_run(out))
+        write_atomic(out / REPORT, render(load_run(out)).encode())
     except Exception as error:  # whatever drawing raises, the training is done
         run.progress.note(f"the report could not be written: {type(error).__name__}: {error_text(error)}")
         run.record(report=None)

@@ -6,13 +6,8 @@ its table and its remarks; `templates/` lays them out.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import resources
-from pathlib import Path
+from jinja2 import Environment, PackageLoader
 
-from jinja2 import Environment, PackageLoader, Template
-
-from autobatch.core.files import write_atomic
 from autobatch.core.records import RunRecord
 from autobatch.core.text import printable_lines
 from autobatch.report.charts import pictures_of
@@ -30,19 +25,9 @@ TITLES = {
     "repeat": "Repeat this run",
 }
 """The sections in reading order, by the stage that they show."""
-
-
-def write_report(path: Path, run: RunRecord) -> Path:
-    """Write the report of a run to one HTML file, atomically, and return its path.
-
-    Args:
-        path: the file to write; missing directories are created.
-        run: the records of the run.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    return write_atomic(path, render(run).encode())
+PAGES = Environment(
+    loader=PackageLoader("autobatch.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+)
 
 
 def render(run: RunRecord) -> str:
@@ -70,10 +55,9 @@ def render(run: RunRecord) -> str:
     commands = {"repeat": run.command}
     pictures = pictures_of(run)
     parts = (facts, pictures, tables, notes, commands)
-    text = _template().render(
+    text = PAGES.get_template("page.html.j2").render(
         heading=run.title or "autobatch",
         created=moment(run.created),
-        style=(resources.files(__package__) / "templates" / "page.css").read_text(encoding="utf-8"),
         titles={slug: title for slug, title in TITLES.items() if any(part.get(slug) for part in parts)},
         facts=facts,
         pictures=pictures,
@@ -83,11 +67,3 @@ def render(run: RunRecord) -> str:
     )
     # Escaped for HTML by the template, and here for terminals, where a page may be printed.
     return printable_lines(text, limit=None)
-
-
-@cache
-def _template() -> Template:
-    """Return the template, which is compiled once."""
-    loader = PackageLoader("autobatch.report")
-    places = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return places.get_template("page.html.j2")
