@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autobatch import DoesNotFitError, RestartSmallerError
 from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
+from autobatch.workload.split import Split
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
 from tests.support.kinds import run_of, stateful
 from tests.support.training import (
@@ -133,13 +134,20 @@ def test_a_batch_goes_on_at_whatever_fits(fits: int, ran: list[int]) -> None:
     assert apart(weights(loop.train_state.model), weights(whole.train_state.model)) <= 1e-12
 
 
-def test_where_not_even_one_sample_fits_the_run_ends() -> None:
-    for loss, message in ((mean_loss, "micro-batch of 1"), (INFO_NCE, "smaller --target-batch")):
-        loop = make_loop(plain(loss=loss), target_batch=8, micro_batch=8, steps=1)
-        with Fault(*range(40, 10_000)) as fault:
-            fault.armed = True
-            with pytest.raises(DoesNotFitError, match=message):
-                next(loop.run())
+@pytest.mark.parametrize(
+    ("loss", "split", "message"),
+    [
+        (mean_loss, Split(), "micro-batch of 1"),
+        (mean_loss, Split(multiple=8), "micro-batch of 8"),
+        (INFO_NCE, Split(), "smaller --target-batch"),
+    ],
+)
+def test_where_nothing_smaller_can_run_the_run_ends(loss: Any, split: Split, message: str) -> None:
+    loop = make_loop(plain(loss=loss), target_batch=8, micro_batch=8, steps=1, split=split)
+    with Fault(*range(40, 10_000)) as fault:
+        fault.armed = True
+        with pytest.raises(DoesNotFitError, match=message):
+            next(loop.run())
 
 
 def test_a_suspected_memory_error_is_tried_smaller_once_and_then_raised_unchanged() -> None:

@@ -12,15 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import autobatch
 from autobatch import Loss
-from tests.support.runs import ActingAfter, fit
+from tests.support.runs import fit
 from tests.support.training import (
     Rows,
     apart,
-    contrastive_loss,
     make_workload,
-    mean_loss,
     network,
     points,
     reference,
@@ -73,6 +70,18 @@ def test_batches_of_one_kind_are_probed_and_trained_as_their_sampler_draws_them(
 # What is said
 
 
+def test_a_hook_that_changes_gradients_is_told(tmp_path: Path) -> None:
+    """It clips a parameter for each micro-batch."""
+
+    def hooked() -> nn.Module:
+        model = network()
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return model
+
+    _, notes = fit(make_workload(model=hooked), tmp_path, split_check="note", **RUN)
+    assert any("hook" in note for note in notes), notes
+
+
 def scores(model: nn.Module, batch: Any) -> dict[str, Any]:
     """Return scores of a classifier that says 0 to all samples; the last two are means over something."""
     inputs, labels = batch
@@ -85,60 +94,18 @@ def scores(model: nn.Module, batch: Any) -> dict[str, Any]:
     }
 
 
-def with_hook(*, of_parameter: bool) -> nn.Module:
-    """Return a model that clips: each parameter, or by the norm over all samples of a micro-batch."""
-    model = network()
-    if of_parameter:
-        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-    else:
-        model[2].register_full_backward_hook(
-            lambda _, gradients, __: tuple(g * (1e-3 / g.norm()).clamp(max=1.0) for g in gradients)
-        )
-    return model
-
-
-SAID: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"model": lambda: with_hook(of_parameter=True)}, "hook", None),
-    ({"model": lambda: with_hook(of_parameter=False)}, "hook", None),
-    ({"loss": contrastive_loss}, "several samples", None),
-    (
-        {"metrics": scores, "validation_data": Rows(points(24, seed=5).columns[0], torch.arange(24) % 2)},
-        r"'f1'.* \d[\d.]* .* \d[\d.]* .*Loss\(total, count\)(.|\n)*'perplexity'",
-        "accuracy|precision",
-    ),
-]
-"""Fields of a workload, what must be said of it, and what must not."""
-
-
-@pytest.mark.parametrize(("fields", "said", "unsaid"), SAID)
-def test_what_makes_a_run_inexact_is_told_as_such(
-    tmp_path: Path, fields: dict[str, Any], said: str, unsaid: str | None
-) -> None:
-    _, notes = fit(make_workload(**fields), tmp_path, split_check="note", **{**RUN, "max_micro_batch": 4})
+def test_metrics_that_are_no_means_are_told_with_their_figures(tmp_path: Path) -> None:
+    held_out = Rows(points(24, seed=5).columns[0], torch.arange(24) % 2)
+    _, notes = fit(make_workload(metrics=scores, validation_data=held_out), tmp_path, **RUN)
     told = "\n".join(notes)
-    assert re.search(said, told), told
-    assert unsaid is None or not re.search(unsaid, told), told
+    assert re.search(r"'f1'.* \d[\d.]* .* \d[\d.]* .*Loss\(total, count\)(.|\n)*'perplexity'", told), told
+    assert not re.search("accuracy|precision", told), told
 
 
 def test_data_shorter_than_a_batch_are_told(tmp_path: Path) -> None:
     result, notes = fit(make_workload(train_data=points(9)), tmp_path, target_batch=16, steps=3)
     assert result.training.samples == 48
     assert any("9" in note and "16" in note for note in notes), notes
-
-
-def test_a_multiple_that_no_longer_fits_ends_a_run(tmp_path: Path) -> None:
-    steps, failures = list[int](), list[int]()
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if steps and len(batch[0]) > 4:
-            failures.append(1)
-            assert len(failures) < 50, "the same micro-batch runs again and again"
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return mean_loss(model, batch)
-
-    options = {"micro_batch_multiple": 8, "max_micro_batch": 8, "target_batch": 16, "steps": 3}
-    with pytest.raises(autobatch.DoesNotFitError):
-        fit(make_workload(loss=loss), tmp_path, listener=ActingAfter(1, lambda: steps.append(1)), **options)
 
 
 # What is trained, and what is written
