@@ -15,13 +15,10 @@ from tests.support.ranked import open_group, ranked_loop
 from tests.support.runs import fit
 from tests.support.training import (
     Rows,
-    apart,
     make_workload,
     mean_loss,
     network,
     points,
-    reference,
-    weights,
 )
 
 pytestmark = pytest.mark.distributed
@@ -87,22 +84,20 @@ def halves() -> Rows:
     return Rows(inputs, labels)
 
 
-def train_experts(out: str, parallel: str) -> Tensor | str:
+def train_experts(out: str) -> str:
     """Train on batches of which each rank has the samples of one expert; return how it ended."""
     workload = make_workload(model=Routed, train_data=halves(), sampler=list(range(16)))
-    options = {"target_batch": 8, "max_micro_batch": 4, "steps": 2, "parallel": parallel, "seed": 3}
+    options = {"target_batch": 8, "max_micro_batch": 4, "steps": 2, "parallel": "shard"}
     try:
-        return weights(fit(workload, Path(out), **options)[0].model)
+        fit(workload, Path(out), **options)
     except InputError as error:
-        return type(error).__name__
+        return str(error)
+    return "ended"
 
 
-def test_ranks_may_each_use_another_part_of_a_model_unless_they_share_it(
+def test_ranks_that_share_a_model_may_not_each_use_another_part_of_it(
     server: RankServer, tmp_path: Path
 ) -> None:
     """FSDP2 would add the gradient of one expert to that of the other."""
-    workload = make_workload(model=Routed, train_data=halves())
-    expected, _ = reference(workload, [range(8), range(8, 16)], mean_loss, seed=3)
-    for found in server.values(train_experts, str(tmp_path / "replicate"), "replicate"):
-        assert apart(found, expected) < 1e-12
-    assert server.values(train_experts, str(tmp_path / "shard"), "shard") == ["InputError"] * 2
+    for said in server.values(train_experts, str(tmp_path)):
+        assert "gradients to other parameters on each rank" in said
