@@ -16,15 +16,7 @@ from autobatch.estimates.gpus import Spending, gpu_allocator
 from autobatch.estimates.suggestions import Change, changes_of, helpful, suggest
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, with_knobs
-from tests.support.step_workloads import (
-    TOKENS,
-    WORKLOADS,
-    Transformer,
-    make,
-    setup,
-    traced_step,
-    transformer,
-)
+from tests.support.step_workloads import WORKLOADS, setup, traced_step, transformer
 
 BUDGET = 30 * MiB
 
@@ -114,7 +106,7 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
     one = traced_step(setup(deep()), capability=(8, 0))
     old = traced_step(setup(deep()), capability=(7, 0))
     assert {c.name for c in changes_of(one)} - {c.name for c in changes_of(old)} == {"bf16"}
-    wrong = replace(one, workload=make(Transformer, train_data=TOKENS, loss=lambda model, ids: model(ids)))
+    wrong = replace(one, workload=replace(transformer(), loss=lambda model, ids: model(ids)))
     untraced = [Change("fused", "a fused optimizer", wrong)]
     found = helpful(footprint(one), untraced, Spending(BUDGET, gpu_allocator, 5000))
     assert {remedy.name for remedy in found} <= {"expandable_segments"}

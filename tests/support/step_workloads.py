@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from autobatch import Loss, Workload
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.setup import Setup
+from benchmarks.workloads import Gpt
 from tests.support.training import Rows, adamw, make_setup, make_workload
 
 TOKENS = list(torch.arange(64 * 17).view(64, 17) % 61)
@@ -41,38 +41,6 @@ def convolutional(dropout: float = 0.3) -> nn.Module:
     return nn.Sequential(*begin, *blocks, nn.ReLU(), nn.Flatten(), nn.Linear(64, 5))
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.project = nn.Linear(width, 3 * width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        q, k, v = self.project(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return x + self.dropout(self.mlp(x))
-
-
-class Transformer(nn.Module):
-    """Two blocks, with embedding and head tied."""
-
-    def __init__(self, width: int = 16, depth: int = 2, *, recompute: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(61, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
-        self.head = nn.Linear(width, 61, bias=False)
-        self.head.weight = self.embedding.weight
-        self.recompute = recompute
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(x)
-
-
 def token_loss(model, batch):
     logits = model(batch[:, :-1])
     total = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
@@ -92,8 +60,8 @@ def make(model: Callable[[], nn.Module], **fields: Any) -> Workload:
     return make_workload(**{"model": model, **known, **fields})
 
 
-def transformer(optimizer: Any = adamw, **of_model: Any) -> Workload:
-    model = partial(Transformer, **of_model)
+def transformer(optimizer: Any = adamw, *, depth: int = 2, recompute: bool = False) -> Workload:
+    model = partial(Gpt, 16, depth, vocabulary=61, recompute=recompute)
     return make(model, train_data=TOKENS, loss=token_loss, optimizer=optimizer)
 
 
