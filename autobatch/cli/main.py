@@ -75,6 +75,11 @@ SCRIPTED = ("fit", "plan", "probe")
 
 def main() -> NoReturn:
     """Run a command and exit with its code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this process
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, "w"))
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal cannot show must not end a run.
         cast("TextIOWrapper", stream).reconfigure(errors="replace")

@@ -25,7 +25,7 @@ from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.runs import settings
 from tests.support.sharded_loops import block_workload, sharded_loop
-from tests.support.training import TOKENS, apart, make_workload, weights
+from tests.support.training import HOST, TOKENS, apart, make_workload, weights
 
 pytestmark = pytest.mark.distributed
 LIMITS = [4, 3]
@@ -48,7 +48,7 @@ def open_loop(
     build: Any = sharded_loop if kind == "sharded" else ranked_loop
     kind, _, step = kind.partition(", step ")
     faulty_step = int(step or FAULTY_STEP)
-    parts = {"meter": Watching(fault), "device": Quick(memory_budget="1GiB")}
+    parts = {"meter": Watching(fault), "device": Quick(HOST, "1GiB")}
     loop: Loop = build(group, WORKLOADS[kind](), limits, target_batch=14, steps=3, **parts)
     fault.watch(loop.train_state.optimizers)
 

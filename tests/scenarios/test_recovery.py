@@ -17,6 +17,7 @@ from autobatch.workload.split import Split
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
 from tests.support.kinds import run_of, stateful
 from tests.support.training import (
+    HOST,
     INFO_NCE,
     apart,
     fingerprint,
@@ -32,7 +33,7 @@ def train(
     workload, fault: Fault | None, *, device: Any = None, shrink_to: int | None = None, micro_batch=4, **more
 ):
     """Train three steps with a fault in `FAULTY_STEP`, or with another micro-batch from that step on."""
-    device = device or Quick(memory_budget="1GiB")
+    device = device or Quick(HOST, "1GiB")
     with device.training() as inner, fault or nullcontext():
         loop = make_loop(
             workload, target_batch=8, micro_batch=micro_batch, steps=3, meter=Watching(fault, inner),
@@ -159,7 +160,7 @@ def test_a_suspected_memory_error_is_tried_smaller_once_and_then_raised_unchange
 
 
 def test_forty_recoveries_leak_no_tensor() -> None:
-    quick = Quick(memory_budget="1GiB")
+    quick = Quick(HOST, "1GiB")
     loop = make_loop(stateful(), target_batch=8, micro_batch=4, steps=44, meter=Watching(None), device=quick)
     run = loop.run()
 

@@ -19,6 +19,7 @@ from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
 from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
 from tests.support.training import (
+    HOST,
     Augmented,
     fingerprint,
     make_loop,
@@ -124,7 +125,7 @@ class Lost(CpuDevice):
 
 @pytest.mark.parametrize(("error", "raised"), [(FULL, RuntimeError), (DRIVER, RestartSmallerError)])
 def test_a_lost_device_ends_the_run_and_may_not_answer_after_a_fatal_error(error, raised) -> None:
-    fault, device = Fault(60, error=error), Lost(memory_budget="1GiB")
+    fault, device = Fault(60, error=error), Lost(HOST, "1GiB")
     loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault), device=device)
     fault.armed = True
     with fault, pytest.raises(raised):
