@@ -55,7 +55,7 @@ from autobatch.training.resume import capture_loop, restore_loop, run_facts
 from autobatch.training.run_folder import CHECKPOINTS, OOM_FILE
 from autobatch.training.split_check import check_batch_norms
 from autobatch.training.trackers import open_trackers
-from autobatch.training.validation import check_validation, validate
+from autobatch.training.validation import Validator, check_validation
 from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import Feed
@@ -214,6 +214,7 @@ class _Run:
                 logged=logged,
             )
             self.metrics = Metrics(run.out / METRICS, [*trackers, *run.sinks], note=progress.note)
+        self._validator = Validator(loop, note=self._add_note)
 
     def train_batches(self) -> None:
         """Train the remaining batches, or until a rule of the user's ends the run, and write a checkpoint.
@@ -288,9 +289,7 @@ class _Run:
         # One rank of a shared model can neither stop alone nor, out of memory, fail with the others.
         loop.can_be_saved = is_alone = loop.engine.is_alone
         with preserved_random_state(), loop.train_state.averaged():
-            metrics = validate(
-                loop, is_asked=lambda: is_alone and loop.engine.request.is_asked, note=self._add_note
-            )
+            metrics = self._validator.run(lambda: is_alone and loop.engine.request.is_asked)
         loop.can_be_saved = True
         loop.engine.request.agree(loop.engine.ranks.gather(loop.engine.request.own))
         # A checkpoint must hold the random states of the training, which are restored only here.

@@ -33,70 +33,80 @@ Sums: TypeAlias = dict[tuple[str, ...], tuple[float, float]]
 """Total and count of each metric by its name, and of the terms of a loss by ``loss`` and their names."""
 
 
-def validate(
-    loop: Loop, *, is_asked: Callable[[], bool] = lambda: False, note: Callable[[str], None] = lambda _: None
-) -> dict[str, float | None]:
-    """Return the mean of the loss and of each metric over the validation samples; all ranks call it.
+class Validator:
+    """The loss and the metrics over the validation data of a loop, in micro-batches as it trains them.
 
-    A mean is None if it is not finite. A `WholeBatchLoss` has none, because it depends on the number of
-    samples.
+    The micro-batch is halved after an out-of-memory error. The ranks of a sharded model run the same number
+    of passes of the same size, because each waits for the others.
 
-    Args:
-        loop: the model, and the data; without any there are no means.
-        is_asked: whether to stop early, asked before each micro-batch.
-        note: receives a remark if memory ran out, and smaller micro-batches follow.
-
-    Raises:
-        DoesNotFitError: out of memory at a micro-batch of 1, on some rank.
-        InputError: a metric is not a number, or has the name of a term of the loss.
+    A `WholeBatchLoss` has no mean here, because it depends on the number of samples.
     """
-    own, sums, failure, engine = Sums(), Sums(), "", loop.engine
-    with _eval_mode(loop.train_state):
-        try:
-            if loop.workload.validation_data is not None:
-                _add_own_samples(loop, own, is_asked, note)
-        except DoesNotFitError as error:
-            if not engine.is_alone:
-                raise  # in the middle of a pass of all ranks
-            failure = str(error)  # other ranks wait for the sums of this one
-    for part, reason in engine.ranks.gather((own, failure)):
-        if reason:
-            raise DoesNotFitError(reason)
-        _add(sums, part)
-    return _means(sums)
 
+    def __init__(self, loop: Loop, *, note: Callable[[str], None] = lambda _: None) -> None:
+        self._loop, self._note = loop, note
+        self._micro_batch = loop.split.of_longest(loop.micro_batch)
 
-def _add_own_samples(
-    loop: Loop, sums: Sums, is_asked: Callable[[], bool], note: Callable[[str], None]
-) -> None:
-    """Add totals and counts of the samples of this rank, in micro-batches as it trains them."""
-    ranks, is_alone = loop.engine.ranks, loop.engine.is_alone
-    shares = split_evenly(len(loop.workload.validation_data), ranks.world)
-    place, end = sum(shares[: ranks.rank]), sum(shares[: ranks.rank + 1])
-    micro_batch = loop.split.of_longest(loop.micro_batch)
-    # The ranks of a sharded model run as many passes, because each waits for the others.
-    done, rounds = 0, 0 if is_alone else math.ceil(max(shares) / micro_batch)
-    while place < end or done < rounds:
-        if is_asked():
-            return
-        own = range(place, min(place + micro_batch, end))
-        ids = own or range(1)
-        found = _sums_of(loop, ids)
+    def run(self, is_asked: Callable[[], bool] = lambda: False) -> dict[str, float | None]:
+        """Return the mean of the loss and of each metric over the samples of all ranks; all of them call it.
+
+        A mean is None if it is not finite. Without validation data there are none.
+
+        Args:
+            is_asked: whether to stop early, asked before each micro-batch.
+
+        Raises:
+            DoesNotFitError: out of memory at a micro-batch of 1, on some rank.
+            InputError: a metric is not a number, or has the name of a term of the loss.
+        """
+        own, sums, failure, engine = Sums(), Sums(), "", self._loop.engine
+        with _eval_mode(self._loop.train_state):
+            try:
+                if self._loop.workload.validation_data is not None:
+                    self._add_own_samples(own, is_asked)
+            except DoesNotFitError as error:
+                if not engine.is_alone:
+                    raise  # in the middle of a pass of all ranks
+                failure = str(error)  # other ranks wait for the sums of this one
+        for part, reason in engine.ranks.gather((own, failure)):
+            if reason:
+                raise DoesNotFitError(reason)
+            _add(sums, part)
+        return _means(sums)
+
+    def _add_own_samples(self, sums: Sums, is_asked: Callable[[], bool]) -> None:
+        """Add totals and counts of the samples of this rank."""
+        loop, ranks = self._loop, self._loop.engine.ranks
+        shares = split_evenly(len(loop.workload.validation_data), ranks.world)
+        own = shares[ranks.rank]
+        place = sum(shares[: ranks.rank])
+        end = place + own
+        while place < end:
+            if is_asked():
+                return
+            ids = range(place, min(place + self._micro_batch, end))
+            place += len(ids) if self._add(sums, ids) else 0
+        # A rank that is done still joins the collectives of the others. What it computes does not count.
+        passes, most = (math.ceil(count / self._micro_batch) for count in (own, max(shares)))
+        for _ in range(0 if loop.engine.is_alone else most - passes):
+            self._add({}, range(1))
+
+    def _add(self, sums: Sums, ids: range) -> bool:
+        """Add a micro-batch to the sums. Return False if memory ran out, and a smaller one is left to try."""
+        found = _sums_of(self._loop, ids)
         # Outside of the except block, so that nothing holds the tensors that failed.
         if not isinstance(found, str):
-            _add(sums, found if own else {})
-            place, done = place + len(own), done + 1
-            continue
-        loop.device.release()
-        said = f"out of memory in validation at a micro-batch of {len(ids)}: {found.rstrip('.')}"
-        if len(ids) == 1:
-            raise DoesNotFitError(f"{said}. Free memory, or give a larger --memory-budget")
-        if not is_alone:
-            raise DoesNotFitError(
-                f"{said}. The other ranks of the sharded model wait for it: give a smaller --max-micro-batch"
-            )
-        micro_batch = math.ceil(len(ids) / 2)
-        note(f"{said}. Continued at {micro_batch}")
+            _add(sums, found)
+            return True
+        size = len(ids)
+        self._loop.device.release()
+        said = f"out of memory in validation at a micro-batch of {size}: {found.rstrip('.')}"
+        if size == 1 or not self._loop.engine.is_alone:
+            waits = "The other ranks of the sharded model wait for it: give a smaller --max-micro-batch"
+            free = "Free memory, or give a larger --memory-budget"
+            raise DoesNotFitError(f"{said}. {free if size == 1 else waits}")
+        self._micro_batch = math.ceil(size / 2)
+        self._note(f"{said}. Continued at {self._micro_batch}")
+        return False
 
 
 def check_validation(loop: Loop) -> list[str]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autobatch import AutobatchError
 from autobatch.training.loop import Loop
-from autobatch.training.validation import validate
+from autobatch.training.validation import Validator
 from tests.support.detection import Detector, detection, scenes
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -68,7 +68,7 @@ def train(kind: str, limits: list[int], options: dict[str, Any]) -> Any:
     group = open_group()
     loop = sharded_loop(group, KINDS[kind](), limits, **options)
     found = run(loop)
-    validate(loop)
+    Validator(loop).run()
     assert all(isinstance(p, DTensor) for p in loop.train_state.model.parameters()), "in parts again"
     group.close()
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autobatch import Loss
-from autobatch.training.validation import validate
+from autobatch.training.validation import Validator
 from tests.support.feeds import fed_loop
 from tests.support.ragged import CONTRASTIVE, Sequences, ragged_split, ragged_workload
 from tests.support.training import apart, make_loop, token_loss, weights
@@ -56,5 +56,5 @@ def test_a_validation_takes_no_more_of_the_longest_samples_than_fit() -> None:
 
     workload = ragged_workload(loss=loss, validation_data=Sequences(33))
     loop = make_loop(workload, **by_size(workload))
-    validate(loop)
+    Validator(loop).run()
     assert max(validated) == 5 < loop.micro_batch

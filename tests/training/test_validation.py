@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from autobatch import Loss
-from autobatch.training.validation import check_validation, validate
+from autobatch.training.validation import Validator, check_validation
 from tests.support.training import (
     IGNORED,
     INFO_NCE,
@@ -47,7 +47,7 @@ KINDS = {
 
 
 def metrics_of(workload, micro_batch: int) -> dict[str, float | None]:
-    return validate(make_loop(workload, micro_batch=micro_batch))
+    return Validator(make_loop(workload, micro_batch=micro_batch)).run()
 
 
 def by_hand(kind: str) -> dict[str, float]:
@@ -94,5 +94,5 @@ def test_no_smaller_size_is_tried_on_a_lost_device() -> None:
 def test_the_mode_of_each_module_is_restored() -> None:
     loop = make_loop(make_workload(validation_data=HELD_OUT))
     loop.train_state.model[1].eval()
-    validate(loop)
+    Validator(loop).run()
     assert [one.training for one in loop.train_state.model.modules()] == [True, True, False, True]
