@@ -347,7 +347,7 @@ class Estimate(OfRanks, frozen=True, kw_only=True):
     profile: str
     budget_bytes: int
     budget_source: str
-    precision: Precision | None
+    precision: Precision | None = None
     """None for a program that was recorded, in its own precision."""
     micro_batch: int
     """Largest micro-batch that is predicted to fit, 0 if none; or the one that was asked about."""
@@ -358,14 +358,14 @@ class Estimate(OfRanks, frozen=True, kw_only=True):
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     """Peak at ``micro_batch``, or at 1 if none fits."""
-    seconds: float
+    seconds: float = 0.0
     """Duration of the prediction; GPUs that run the same operators share the time of one trace."""
-    plan: Plan | None
-    memory: dict[str, int]
+    plan: Plan | None = None
+    memory: dict[str, int] = {}
     """Live bytes at the peak, by category; of a recorded program, by the line that took them."""
-    modules: dict[str, int]
+    modules: dict[str, int] = {}
     """Bytes of activations at the peak, by module."""
-    phase: str
+    phase: str = ""
     """Phase of the step that contains the peak; empty if unknown."""
     remedies: list[Remedy] | None = None
     """Changes that let more fit, the best first; None if several GPUs were asked about."""

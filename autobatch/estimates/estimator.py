@@ -128,24 +128,19 @@ class Estimator:
         self, gpu: HardwareProfile, step: Footprint, parallel: Parallel, reason: str | None
     ) -> Estimate:
         """Predict what fits on one GPU, without what would help."""
-        budget, source = self._gpus.budget(gpu)
-        spending = self._gpus.spending(gpu)
-        found = spending.predict(step, self._options.micro_batch)
+        budget = self._gpus.budget(gpu)
+        found = budget.predict(step, self._options.micro_batch)
         where = explain(step.program.at(max(1, found.micro_batch)))
-        return Estimate(
-            profile=gpu.name,
-            budget_bytes=budget,
-            budget_source=source,
+        return replace(
+            found,
             precision=self._gpus.precision,
-            **found._asdict(),
             plan=self._plan(found.micro_batch, step.multiple) if found.fits else None,
-            memory={**where.by_kind, "workspaces of cuBLAS": spending.held_bytes},
+            memory={**where.by_kind, "workspaces of cuBLAS": budget.held_bytes},
             modules=where.by_module,
             phase=where.phase,
             world_size=self._gpus.world,
             parallel=parallel if self._gpus.world > 1 else None,
             parallel_reason=reason,
-            seconds=0.0,
         )
 
     def _choose(self, gpu: HardwareProfile) -> tuple[Parallel, str | None]:
@@ -156,7 +151,7 @@ class Estimator:
         if asked == "shard":
             return "shard", None
         step = self._footprint(gpu, "replicate")
-        if self._gpus.spending(gpu)._replace(cap=step.multiple).largest(step)[0]:
+        if self._gpus.budget(gpu)._replace(cap=step.multiple).largest(step)[0]:
             return "replicate", "a whole model fits on each rank, so each has its own (--parallel replicate)"
         return "shard", "no whole model fits on a rank, so the ranks share it (--parallel shard)"
 
@@ -166,7 +161,7 @@ class Estimator:
         changes = [*changes_of(self.step(gpu, parallel))]
         if self._gpus.world > 1 and parallel == "replicate":
             changes.append(Change("shard", "--parallel shard", self.step(gpu, "shard")))
-        return helpful(self._footprint(gpu, parallel), changes, self._gpus.spending(gpu))
+        return helpful(self._footprint(gpu, parallel), changes, self._gpus.budget(gpu))
 
     def _footprint(self, gpu: HardwareProfile, parallel: Parallel) -> Footprint:
         """Return the footprint of a step on a GPU.

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Precision
 from autobatch.core.text import listed
 from autobatch.core.units import GiB, KiB, format_bytes
-from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
+from autobatch.device.allocator import Allocator, AllocatorConfig, new_allocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
 from autobatch.device.trace import replay
@@ -34,59 +34,63 @@ NCCL_BYTES = 1 * GiB
 channels, links and GPU (github.com/NVIDIA/nccl/issues/864 and 1685)."""
 
 
-class Prediction(NamedTuple):
-    """The largest micro-batch that fits, as in an `Estimate`."""
-
-    micro_batch: int
-    """The largest that is predicted to fit, 0 if none does; or the requested one."""
-    micro_batch_low: int
-    """The largest in the budget less the margin."""
-    micro_batch_high: int
-    """The largest without fragmentation."""
-    fits: bool
-    """True if ``micro_batch`` fits."""
-    peak_allocated_bytes: int
-    """Peak of a replay at ``micro_batch`` (at 1 if that is 0), without a limit if it does not fit."""
-    peak_reserved_bytes: int | None
+WORKSPACE_BYTES = KiB * (4096 * 2 + 16 * 8), KiB * 4096 * 8
+"""Workspace of cuBLAS, of which the forward and the backward pass have one each: torch's defaults of
+``CUBLAS_WORKSPACE_CONFIG``, ``:4096:2:16:8``, and ``:4096:8`` from compute capability 9.0 on, in KiB times
+their number (notes/cuda, "cuBLAS workspaces")."""
 
 
-class Spending(NamedTuple):
-    """A budget, and the sizes to spend it on."""
+class Budget(NamedTuple):
+    """The bytes that the allocator may hold on a GPU, and the sizes to spend them on."""
 
+    gpu: str
     budget_bytes: int
-    new_allocator: Callable[[int | None, bool], Allocator]
-    """Returns an empty allocator with a limit, None for no limit; with expandable segments if True."""
+    source: str
+    """Origin of the budget, in words."""
+    config: AllocatorConfig | None
+    """Settings of the caching allocator; None if it caches nothing."""
     cap: int
     """The largest micro-batch to try."""
-    can_expand: bool = True
-    """True if segments can be expandable, and are not yet."""
-    held_bytes: int = 0
-    """Bytes that each allocator of ``new_allocator`` begins with."""
 
-    def largest(self, step: Footprint, *, expandable: bool = False) -> tuple[int, int]:
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that the allocator begins with."""
+        return 0 if self.config is None else self.config.held_bytes
+
+    def largest(self, step: Footprint) -> tuple[int, int]:
         """Return the largest micro-batch of a step that fits, 0 if none does, and its peak, or that of 1."""
-        size = self._most(step, partial(self.new_allocator, self.budget_bytes, expandable), self.cap)
-        peaks = replay(step.program.at(max(1, size)), self.new_allocator(None, expandable))
+        size = self._most(step, partial(new_allocator, self.config, self.budget_bytes), self.cap)
+        peaks = replay(step.program.at(max(1, size)), new_allocator(self.config, None))
         reserved = peaks.peak_reserved_bytes
         return size, peaks.peak_allocated_bytes if reserved is None else reserved
 
-    def predict(self, step: Footprint, micro_batch: int | None = None) -> Prediction:
+    def predict(self, step: Footprint, micro_batch: int | None = None) -> Estimate:
         """Predict what fits of a step, or whether one size does."""
         less = int(self.budget_bytes * (1 - step.margin))
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
         high = self._most(step, partial(Allocator, self.budget_bytes - self.held_bytes), self.cap)
-        best = self._most(step, partial(self.new_allocator, self.budget_bytes, False), high)
-        low = self._most(step, partial(self.new_allocator, less, False), best)
+        best = self._most(step, partial(new_allocator, self.config, self.budget_bytes), high)
+        low = self._most(step, partial(new_allocator, self.config, less), best)
         asked = best if micro_batch is None else micro_batch
         trace = step.program.at(max(1, asked))
-        outcome = replay(trace, self.new_allocator(self.budget_bytes, False))
+        outcome = replay(trace, new_allocator(self.config, self.budget_bytes))
         fits = outcome.fits and asked > 0
         if not outcome.fits:
-            outcome = replay(trace, self.new_allocator(None, False))
-        return Prediction(asked, low, high, fits, outcome.peak_allocated_bytes, outcome.peak_reserved_bytes)
+            outcome = replay(trace, new_allocator(self.config, None))
+        return Estimate(
+            profile=self.gpu,
+            budget_bytes=self.budget_bytes,
+            budget_source=self.source,
+            micro_batch=asked,
+            micro_batch_low=low,
+            micro_batch_high=high,
+            fits=fits,
+            peak_allocated_bytes=outcome.peak_allocated_bytes,
+            peak_reserved_bytes=outcome.peak_reserved_bytes,
+        )
 
-    def _most(self, step: Footprint, new_allocator: Callable[[], Allocator], cap: int) -> int:
-        return Fitting([step.program], new_allocator).largest(cap, step.multiple)
+    def _most(self, step: Footprint, allocator: Callable[[], Allocator], cap: int) -> int:
+        return Fitting([step.program], allocator).largest(cap, step.multiple)
 
 
 class Gpus:
@@ -116,13 +120,13 @@ class Gpus:
         named = [load_profile(name) for name in names]
         self.asked: list[HardwareProfile] = named or list_profiles()
 
-    def budget(self, gpu: HardwareProfile) -> tuple[int, str]:
-        """Return the bytes that the allocator may hold on a GPU, and the reason in words.
+    def budget(self, gpu: HardwareProfile) -> Budget:
+        """Return the budget of a GPU.
 
         Raises:
             InputError: the budget is no size, or exceeds the memory of the GPU.
         """
-        return resolve_budget(
+        found, source = resolve_budget(
             self._options.memory_budget,
             total_bytes=gpu.total_bytes,
             available=[
@@ -133,12 +137,8 @@ class Gpus:
             headroom_share=GPU_HEADROOM_SHARE,
             owner=gpu.title,
         )
-
-    def spending(self, gpu: HardwareProfile) -> Spending:
-        """Return the budget of a GPU, and the largest micro-batch to try."""
-        held = workspace_bytes(gpu.compute_capability)
-        allocator = partial(gpu_allocator, held_bytes=held)
-        return Spending(self.budget(gpu)[0], allocator, self.cap, held_bytes=held)
+        workspaces = 2 * WORKSPACE_BYTES[gpu.compute_capability >= (9, 0)]
+        return Budget(gpu.name, found, source, AllocatorConfig(held_bytes=workspaces), self.cap)
 
     def notes(self, estimates: Sequence[Estimate]) -> list[str]:
         """Return what the options bound or leave room for, one line each."""
@@ -157,18 +157,3 @@ class Gpus:
 def few(names: Sequence[str]) -> str:
     """Name a few GPUs, or count many."""
     return listed(names) if len(names) <= MOST_NAMED else plural(len(names), "GPU")
-
-
-def gpu_allocator(limit: int | None, expandable: bool = False, **settings: Any) -> CachingAllocator:
-    """Return a model of a GPU's allocator with these settings; see `AllocatorConfig`."""
-    config = AllocatorConfig(expandable_segments=expandable, **settings)
-    return CachingAllocator(limit, config)
-
-
-def workspace_bytes(capability: tuple[int, int]) -> int:
-    """Return the bytes of the workspaces of cuBLAS, one for the forward and one for the backward pass.
-
-    The sizes are torch's defaults of ``CUBLAS_WORKSPACE_CONFIG``: ``:4096:2:16:8``, and ``:4096:8`` from
-    compute capability 9.0 on, in KiB times their number (notes/cuda, "cuBLAS workspaces").
-    """
-    return 2 * KiB * (4096 * 8 if capability >= (9, 0) else 4096 * 2 + 16 * 8)

@@ -11,46 +11,35 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options, refuse
-from autobatch.core.records import Estimate, Recorded, Refusal
+from autobatch.core.records import Recorded, Refusal
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
+from autobatch.device.allocator import AllocatorConfig, CachingAllocator
 from autobatch.device.cuda import unmodelled_options
-from autobatch.device.profiles import HardwareProfile
-from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
+from autobatch.device.snapshot_file import OutOfMemory, Recording, read_recordings
 from autobatch.device.trace import Replay, Trace, replay
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import need, with_remedies
-from autobatch.estimates.footprints import MARGIN, Footprint
-from autobatch.estimates.gpus import Gpus, Spending, gpu_allocator
+from autobatch.estimates.gpus import Gpus
+from autobatch.estimates.recorded_program import RecordedProgram, by_line, differences
 from autobatch.estimates.suggestions import helpful
-from autobatch.footprint.alignment import Aligned, Apart, Sized, align
-from autobatch.planning import equal_parts_note, program_plan
+from autobatch.planning import equal_parts_note
 from autobatch.report.result import Estimates
-from autobatch.report.words import count, plural
+from autobatch.report.words import plural
 
-MOST_LINES = 12
-"""Lines of the program in an explanation, those with the most bytes."""
-MOST_GUESSED = 1 / 3
-"""Share of a peak that may be taken as it is in the largest recording."""
-NOTED_SHARE = 0.01
-"""Share of a peak by which a replay may differ from its recording without a note."""
 CHANGES = ("sequence", "lora", "checkpointing", "parallel", "precision")
 """Options that change what runs."""
 _SIZED = re.compile(r"([1-9][0-9]{0,8})=(.+)", re.DOTALL)
-LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<frozen", "<string>", "?")
-"""Parts of the names of files that are not the user's own."""
 
 
 def estimate_snapshots(options: Options) -> Estimates:
@@ -69,10 +58,10 @@ def estimate_snapshots(options: Options) -> Estimates:
         named = _SIZED.fullmatch(options.snapshot[0])
         return _explained(Path(named[2] if named else options.snapshot[0]), gpus)
     recordings, notes = _read(options.snapshot)
-    program = _Program.of(recordings, options, gpus)
+    program = RecordedProgram(recordings, options, gpus)
     found = run_in_copies([partial(program.estimate, gpu) for gpu in gpus.asked])
-    found = with_remedies(found, gpus, lambda gpu: helpful(program.step, [], program.spending(gpu)))
-    notes += program.notes()
+    found = with_remedies(found, gpus, lambda gpu: helpful(program.step, [], program.budget(gpu)))
+    notes += program.notes
     for estimate in found:
         note = estimate.plan and equal_parts_note(estimate.plan, estimate.micro_batch)
         notes += [f"{estimate.profile}: {note}"] if note else []
@@ -138,21 +127,21 @@ def _explained(path: Path, gpus: Gpus) -> Estimates:
     ran = whole if refused is None else replace(whole, events=whole.events[:-1])
 
     def replayed(trace: Trace, *, expandable: bool = recording.is_expandable) -> Replay:
-        return replay(trace, gpu_allocator(None, expandable))
+        return replay(trace, CachingAllocator(None, AllocatorConfig(expandable_segments=expandable)))
 
     held, peak = replayed(ran), recording.peak_reserved_bytes
-    notes += _differences(peak, held.peak_reserved_bytes or 0, str(path))
+    notes += differences(peak, held.peak_reserved_bytes or 0, str(path))
     needed = peak if refused is None else replayed(whole).peak_reserved_bytes or 0
     expandable = replayed(whole, expandable=True).peak_reserved_bytes or 0
     end = held.peak_at if refused is None else len(ran.events)
-    budgets = {gpu.name: gpus.budget(gpu)[0] for gpu in gpus.asked}
+    budgets = {gpu.name: gpus.budget(gpu).budget_bytes for gpu in gpus.asked}
     recorded = Recorded(
         file=str(path),
         peak_allocated_bytes=held.peak_allocated_bytes,
         peak_reserved_bytes=peak,
         needed_bytes=needed,
         expandable_bytes=expandable,
-        memory=_by_line(ran.live_after(end), recording.stacks),
+        memory=by_line(ran.live_after(end), recording.stacks),
         fits={gpu: needed <= budget for gpu, budget in budgets.items()},
         fits_expandable={gpu: expandable <= budget for gpu, budget in budgets.items()},
         refused=None if refused is None else _refusal(refused, held.allocated_bytes),
@@ -175,149 +164,3 @@ def _refusal(refused: OutOfMemory, allocated: int) -> Refusal:
         reserved_bytes=refused.reserved,
         reason=reason,
     )
-
-
-def _differences(recorded: int, replayed: int, name: str) -> Iterator[str]:
-    """Yield a line if a replay does not reserve what was recorded."""
-    if abs(replayed - recorded) > NOTED_SHARE * recorded:
-        yield (
-            f"{name}: a replay of its blocks reserves {format_bytes(replayed)} at the peak, and the GPU "
-            f"reserved {format_bytes(recorded)}"
-        )
-
-
-class _Program(NamedTuple):
-    """Knowledge of a program that was recorded at several sizes."""
-
-    step: Footprint
-    unpaired: frozenset[int]
-    """Blocks that are taken from the largest recording."""
-    apart_bytes: int
-    """Bytes of those that are live at its peak."""
-    share: float
-    """Their share of the peak."""
-    reserved_bytes: int
-    """Peak of a replay at the size of the largest recording."""
-    size: int
-    recording: Recording
-    """The largest."""
-    options: Options
-    gpus: Gpus
-
-    @classmethod
-    def of(cls, recordings: dict[int, Recording], options: Options, gpus: Gpus) -> _Program:
-        """Fit a program to recordings, the smallest first.
-
-        Raises:
-            InputError: they part too far.
-        """
-        (program, unpaired), (size, last) = _aligned(recordings), max(recordings.items())
-        trace = program.at(size)
-        outcome = replay(trace, gpu_allocator(None, last.is_expandable))
-        reserved = outcome.peak_reserved_bytes or 0
-        live = trace.live_after(outcome.peak_at)
-        apart = sum(live[block] for block in unpaired & live.keys())
-        share = apart / sum(live.values())
-        if share > MOST_GUESSED:
-            raise InputError(
-                f"the recordings part too far: {format_bytes(apart)} ({share:.0%}) of what is live at the "
-                f"peak of {size} are not in all of them, or grow by no rule. Record the same steps of the "
-                "same program, at sizes that are closer"
-            )
-        margin = max(MARGIN, abs(reserved - last.peak_reserved_bytes) / last.peak_reserved_bytes)
-        step = Footprint(program, margin, multiple=options.micro_batch_multiple)
-        return cls(step, unpaired, apart, share, reserved, size, last, options, gpus)
-
-    def notes(self) -> Iterator[str]:
-        """Yield what limits a prediction, one line each."""
-        yield from _differences(self.recording.peak_reserved_bytes, self.reserved_bytes, f"at {self.size}")
-        if self.unpaired:
-            lives = "are not live at the peak"
-            if self.apart_bytes:
-                lives = f"are {self.share:.0%} of the peak. Recordings at larger sizes say more"
-            blocks = count(len(self.recording.stacks))
-            yield (
-                f"{plural(len(self.unpaired), 'block')} of {blocks} are not in all recordings, or grow by no "
-                f"rule: taken as at {self.size}, where they {lives}"
-            )
-
-    def spending(self, gpu: HardwareProfile) -> Spending:
-        """Return the budget of a GPU, to be spent in a model with the segments of the recording."""
-        grows = self.recording.is_expandable
-
-        def allocator(limit: int | None, expandable: bool) -> CachingAllocator:
-            return gpu_allocator(limit, expandable or grows)
-
-        return Spending(self.gpus.budget(gpu)[0], allocator, self.gpus.cap, can_expand=not grows)
-
-    def estimate(self, gpu: HardwareProfile) -> Estimate:
-        """Predict what fits on one GPU."""
-        (budget, source), spending = self.gpus.budget(gpu), self.spending(gpu)
-        asked, target = self.options.micro_batch, self.options.target_batch
-        found = spending.predict(self.step, asked)
-        trace = self.step.program.at(max(1, found.micro_batch))
-        live = trace.live_after(replay(trace, Allocator()).peak_at)
-        if self.apart_bytes:  # it may have grown with the size
-            margin = self.apart_bytes * max(1, found.micro_batch / self.size - 1) / budget
-            wider = self.step._replace(margin=min(1.0, self.step.margin + margin))
-            found = spending.predict(wider, asked)
-        plan, world = None, self.gpus.world
-        if found.fits and target is not None:
-            plan = program_plan(target, found.micro_batch, world_size=world, multiple=self.step.multiple)
-        return Estimate(
-            profile=gpu.name,
-            budget_bytes=budget,
-            budget_source=source,
-            precision=None,
-            **found._asdict(),
-            plan=plan,
-            memory=_by_line(live, self.recording.stacks),
-            modules={},
-            phase="",
-            world_size=world,
-            seconds=0.0,
-        )
-
-
-def _by_line(live: dict[int, int], stacks: Sequence[Stack]) -> dict[str, int]:
-    """Return the bytes of live blocks by the line that took them."""
-    taken: Counter[str] = Counter()
-    for block, size in live.items():
-        taken[line_of(stacks[block]) or "without a line"] += size
-    shown = dict(taken.most_common(MOST_LINES))
-    rest = taken.total() - sum(shown.values())
-    return shown | ({"all others": rest} if rest else {})
-
-
-def _aligned(recordings: dict[int, Recording]) -> Aligned:
-    """Fit a program to recordings, whose blocks are paired by their stack and pool.
-
-    Raises:
-        InputError: they part too far, with the place.
-    """
-    points = [
-        Sized(size, recording.trace, list(zip(recording.stacks, recording.trace.streams, strict=True)))
-        for size, recording in recordings.items()
-    ]
-    try:
-        return align(points)
-    except Apart as apart:
-        where = []
-        for size, block in zip(apart.sizes, apart.reached, strict=True):
-            stacks = recordings[size].stacks
-            line = line_of(stacks[block]) if block < len(stacks) else "its end"
-            where.append(f"block {block:,} of {len(stacks):,} at {size} ({line or 'without a line'})")
-        raise InputError(
-            f"the recordings at {apart.sizes[0]} and {apart.sizes[1]} part too far: after {where[0]} and "
-            f"{where[1]} more than {apart.most} blocks are in one of them alone. Record the same steps of "
-            "the same program, at sizes that are closer"
-        ) from None
-
-
-def line_of(stack: Stack) -> str:
-    """Return the user's own line that allocated a block, else that of a library; empty without frames."""
-    python = [frame for frame in stack if frame.file.endswith(".py") or frame.file.startswith("<")]
-    own = [frame for frame in python if not any(part in frame.file for part in LIBRARIES)]
-    for frame in [*own, *python]:
-        return f"{frame.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.line} {frame.function}"
-    return ""

@@ -12,14 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import CHECKPOINTING, COMPILE, OPTIMIZER
 from autobatch.core.records import Remedy
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator import Allocator, new_allocator
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, footprint, footprints
-from autobatch.estimates.gpus import Spending
+from autobatch.estimates.gpus import Budget
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.setup import Setup, describe_setup
 from autobatch.step.apply_knobs import recomputable_blocks
@@ -68,47 +66,34 @@ def suggest(setup: Setup) -> list[Remedy]:
         knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
     )
 
-    config = info.allocator
-
-    def allocator(limit: int | None, is_expandable: bool) -> Allocator:
-        changed = replace(config, expandable_segments=True) if config and is_expandable else config
-        return new_allocator(changed, limit)
-
-    can_expand = config is not None and not config.expandable_segments
-    spending = Spending(info.device.budget_bytes, allocator, info.samples, can_expand)
-    return helpful(footprint(step), [*changes_of(step)], spending)
+    device = info.device
+    budget = Budget(device.name, device.budget_bytes, device.budget_source, info.allocator, info.samples)
+    return helpful(footprint(step), [*changes_of(step)], budget)
 
 
-def helpful(plain: Footprint, changes: Sequence[Change], spending: Spending) -> list[Remedy]:
+def helpful(plain: Footprint, changes: Sequence[Change], budget: Budget) -> list[Remedy]:
     """Return the changes with which more fits in a budget, those that gain most first.
 
     One that cannot be traced is left out. If nothing fits with any change, those that lower the peak are
     returned, with a micro-batch of 0.
     """
-    traced = footprints([change.step for change in changes])
+    traced = zip(changes, footprints([change.step for change in changes]), strict=True)
     tried = [
-        (change.name, change.advice, found, False) for change, found in zip(changes, traced, strict=True)
+        (change.name, change.advice, budget, found)
+        for change, found in traced
+        if isinstance(found, Footprint)
     ]
-    if spending.can_expand:
-        tried.append((EXPANDABLE, EXPANDABLE_ADVICE, plain, True))
-    asked = [partial(_outcome, spending, found, is_expandable) for _, _, found, is_expandable in tried]
-    now, *outcomes = run_in_copies([partial(_outcome, spending, plain, False), *asked])
+    if budget.config is not None and not budget.config.expandable_segments:
+        expandable = budget._replace(config=replace(budget.config, expandable_segments=True))
+        tried.append((EXPANDABLE, EXPANDABLE_ADVICE, expandable, plain))
+    asked = [partial(of.largest, step) for _, _, of, step in tried]
+    (now, peak), *largest = run_in_copies([partial(budget.largest, plain), *asked])
     remedies = [
-        Remedy(name=name, advice=advice, micro_batch=then[0], peak_bytes=then[1])
-        for (name, advice, _, _), then in zip(tried, outcomes, strict=True)
-        if now is not None and then is not None and _helps(now, then)
+        Remedy(name=name, advice=advice, micro_batch=size, peak_bytes=then)
+        for (name, advice, _, _), (size, then) in zip(tried, largest, strict=True)
+        if size > now or (size == now and then <= (1 - LEAST_CHANGE) * peak)
     ]
     return sorted(remedies, key=lambda remedy: (-remedy.micro_batch, remedy.peak_bytes))
-
-
-def _outcome(
-    spending: Spending, step: Footprint | AutobatchError, is_expandable: bool
-) -> tuple[int, int] | None:
-    return None if isinstance(step, AutobatchError) else spending.largest(step, expandable=is_expandable)
-
-
-def _helps(now: tuple[int, int], then: tuple[int, int]) -> bool:
-    return then[0] > now[0] or (then[0] == now[0] and then[1] <= (1 - LEAST_CHANGE) * now[1])
 
 
 def in_words(suggestions: Sequence[Remedy] | None) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autobatch import Workload
 from autobatch.core.options import Options
 from autobatch.core.records import Precision
-from autobatch.device.allocator import AllocatorConfig, Block, BudgetExceeded, CachingAllocator
+from autobatch.device.allocator import Block, BudgetExceeded, CachingAllocator
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.trace import replay
 from autobatch.distributed.shard import ShardedModel, Sharding, fake_ranks
@@ -29,6 +29,7 @@ from autobatch.estimates.estimator import Estimator
 from autobatch.estimates.footprints import footprint
 from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.traced_step import TracedStep, record
+from autobatch.footprint.program import Fitting
 
 Row = dict[str, str]
 Published = tuple[TracedStep, Gpus, HardwareProfile]
@@ -54,17 +55,13 @@ def limits_of(checkouts: Path, row: Row) -> dict[str, object]:
     """Predict the largest micro-batch of a row of timm's file, by both definitions of fitting."""
     start = time.perf_counter()
     step, gpus, gpu = timm_step(checkouts, row)
-    spending, found = gpus.spending(gpu), footprint(step)
-    predicted = spending.predict(found)
-
-    def retrying(limit: int | None, expandable: bool) -> CachingAllocator:
-        config = AllocatorConfig(expandable_segments=expandable, held_bytes=spending.held_bytes)
-        return Retrying(limit, config)
-
+    budget, found = gpus.budget(gpu), footprint(step)
+    predicted = budget.predict(found)
+    retrying = Fitting([found.program], lambda: Retrying(budget.budget_bytes, budget.config))
     return {
         "low": predicted.micro_batch_low,
         "predicted": predicted.micro_batch,
-        "with_retries": spending._replace(new_allocator=retrying).largest(found)[0],
+        "with_retries": retrying.largest(budget.cap, found.multiple),
         "high": predicted.micro_batch_high,
         "seconds": round(time.perf_counter() - start, 1),
     }
@@ -75,11 +72,11 @@ def peak_of(source: str, checkouts: Path, row: Row) -> dict[str, object]:
     start = time.perf_counter()
     step, gpus, gpu = STEPS[source](checkouts, row)
     trace = record(step, int(row["micro_batch"])).trace
-    peaks = replay(trace, gpus.spending(gpu).new_allocator(None, False))
+    peaks = replay(trace, CachingAllocator(None, gpus.budget(gpu).config))
     is_allocated = row["kind"] == "max_memory_allocated"
     return {
         "predicted_bytes": peaks.peak_allocated_bytes if is_allocated else peaks.peak_reserved_bytes,
-        "fits": (peaks.peak_reserved_bytes or 0) <= gpus.budget(gpu)[0],
+        "fits": (peaks.peak_reserved_bytes or 0) <= gpus.budget(gpu).budget_bytes,
         "seconds": round(time.perf_counter() - start, 1),
     }
 

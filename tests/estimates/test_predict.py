@@ -9,28 +9,28 @@ import pytest
 import torch
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator import Allocator
+from autobatch.device.allocator import Allocator, AllocatorConfig
 from autobatch.device.trace import replay
 from autobatch.estimates.footprints import MARGIN, footprint
-from autobatch.estimates.gpus import Spending, gpu_allocator
+from autobatch.estimates.gpus import Budget
 from autobatch.estimates.suggestions import Change, changes_of, helpful, suggest
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, with_knobs
 from tests.support.step_workloads import WORKLOADS, setup, traced_step, transformer
 
 BUDGET = 30 * MiB
+GPU = AllocatorConfig()
 
 
-def counting(limit: int | None, is_expandable: bool) -> Allocator:
-    del is_expandable
-    return Allocator(limit)
+def budget_of(size: int, cap: int, config: AllocatorConfig | None = GPU) -> Budget:
+    return Budget("gpu", size, "", config, cap)
 
 
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "transformer"])
 def test_the_largest_on_the_cpu_is_the_largest_that_runs(name) -> None:
     step = footprint(traced_step(setup(WORKLOADS[name]())))
     budget = 100 + replay(step.program.at(23), Allocator()).peak_allocated_bytes
-    size, peak = Spending(budget, counting, 1000).largest(step)
+    size, peak = budget_of(budget, 1000, None).largest(step)
     made = setup(WORKLOADS[name](), budget=budget)
     ran = attempt(made, size).attempt
     assert (size >= 23, ran.fits, ran.peak_allocated_bytes) == (True, True, peak)
@@ -40,8 +40,8 @@ def test_the_largest_on_the_cpu_is_the_largest_that_runs(name) -> None:
 def test_a_prediction_is_an_interval_around_its_answer() -> None:
     """The upper end is that of the live bytes, the lower end that of a budget less the margin."""
     step = footprint(traced_step(setup(WORKLOADS["transformer"](), precision="bf16"), capability=(8, 9)))
-    spending = Spending(256 * MiB, gpu_allocator, 10**6)
-    found = spending.predict(step)
+    budget = budget_of(256 * MiB, 10**6)
+    found = budget.predict(step)
     assert found.fits
     assert 0 < found.micro_batch_low < found.micro_batch <= found.micro_batch_high
     assert found.peak_allocated_bytes <= found.peak_reserved_bytes <= 256 * MiB
@@ -50,12 +50,13 @@ def test_a_prediction_is_an_interval_around_its_answer() -> None:
         for m in (found.micro_batch_high, found.micro_batch_high + 1)
     ]
     assert peaks[0] <= 256 * MiB < peaks[1]
-    less = Spending(int(256 * MiB * (1 - MARGIN)), gpu_allocator, 10**6)
+    less = budget_of(int(256 * MiB * (1 - MARGIN)), 10**6)
     assert found.micro_batch_low == less.largest(step)[0]
-    assert spending._replace(cap=7).predict(step)[:3] == (7, 7, 7)
-    asked = spending.predict(step, 10**5)
+    few = budget._replace(cap=7).predict(step)
+    assert few.micro_batch_low == few.micro_batch == few.micro_batch_high == 7
+    asked = budget.predict(step, 10**5)
     assert (asked.fits, asked.peak_reserved_bytes > 256 * MiB) == (False, True)
-    none = spending._replace(budget_bytes=MiB).predict(step)
+    none = budget._replace(budget_bytes=MiB).predict(step)
     assert (none.micro_batch, none.fits, none.peak_allocated_bytes > 0) == (0, False, True)
 
 
@@ -68,19 +69,20 @@ def deep(recompute: bool = False, fused: bool | None = None):
 @pytest.mark.program
 def test_a_suggestion_equals_a_workload_written_that_way() -> None:
     one = traced_step(setup(deep()), capability=(8, 0))
-    step, spending = footprint(one), Spending(BUDGET, gpu_allocator, 5000)
-    found = helpful(step, [*changes_of(one)], spending)
+    step, budget = footprint(one), budget_of(BUDGET, 5000)
+    found = helpful(step, [*changes_of(one)], budget)
     assert [r.micro_batch for r in found] == sorted((r.micro_batch for r in found), reverse=True)
-    now = spending.largest(step)[0]
+    now = budget.largest(step)[0]
 
     def limit(made: Setup) -> tuple[int, int]:
-        return spending.largest(footprint(traced_step(made, capability=(8, 0))))
+        return budget.largest(footprint(traced_step(made, capability=(8, 0))))
 
+    expandable = AllocatorConfig(expandable_segments=True)
     known = {
         "checkpointing": limit(setup(deep(recompute=True))),
         "bf16": limit(setup(deep(), precision="bf16")),
         "fused": limit(setup(deep(fused=True))),
-        "expandable_segments": spending.largest(step, expandable=True),
+        "expandable_segments": budget._replace(config=expandable).largest(step),
     }
     named = {remedy.name: (remedy.micro_batch, remedy.peak_bytes) for remedy in found}
     assert named["checkpointing"][0] > 1.2 * now
@@ -108,5 +110,5 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
     assert {c.name for c in changes_of(one)} - {c.name for c in changes_of(old)} == {"bf16"}
     wrong = replace(one, workload=replace(transformer(), loss=lambda model, ids: model(ids)))
     untraced = [Change("fused", "a fused optimizer", wrong)]
-    found = helpful(footprint(one), untraced, Spending(BUDGET, gpu_allocator, 5000))
+    found = helpful(footprint(one), untraced, budget_of(BUDGET, 5000))
     assert {remedy.name for remedy in found} <= {"expandable_segments"}
