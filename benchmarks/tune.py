@@ -36,7 +36,7 @@ from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import open_setup
 from autobatch.search.find_limit import find_limit
 from autobatch.tuning.fastest import Search
-from autobatch.tuning.space import Knob, changes, choose_knobs, defaults, knobs_of
+from autobatch.tuning.space import Knob, choose_knobs, defaults, knobs_of
 from autobatch.tuning.trial import ROUNDS, Trials
 from benchmarks.report import arguments, markdown, save
 from benchmarks.workloads import WORKLOADS
@@ -77,8 +77,7 @@ def measure_grid(trials: Trials, knobs: list[Knob]) -> dict[tuple[Any, ...], flo
     for number in range(GRID_ROUNDS):
         random.Random(number).shuffle(points)
         for point in points:
-            changed = changes(dict(zip(names, point, strict=True)), default)
-            ratios[point].append(speed_ratio(trials, changed))
+            ratios[point].append(speed_ratio(trials, dict(zip(names, point, strict=True))))
     return {point: median(own) for point, own in ratios.items()} | {tuple(default.values()): 1.0}
 
 

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from optuna.distributions import CategoricalDistribution
 
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import PRECISION, SPLIT, Configuration, parse_knobs
+from autobatch.core.knobs import PRECISION, SPLIT, Configuration, Value, parse_knobs
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Trial, Tuning
@@ -33,9 +33,9 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.report.words import knobs_in_words
-from autobatch.tuning.space import Knob, changes, choose_knobs, defaults, knobs_of
+from autobatch.tuning.space import Knob, choose_knobs, defaults, knobs_of
 from autobatch.tuning.study import open_study, run_trials, tried
-from autobatch.tuning.trial import Comparison, Trials, compare
+from autobatch.tuning.trial import Trials, compare
 
 DEFAULT_TRIALS = 8
 """Configurations that are measured if no number was asked for."""
@@ -87,12 +87,37 @@ class Search:
             deadline=deadline,
         )
         history, best = tried(self.study, Trial), self._best().parameters
-        found: dict[str, Any] = {"baseline_samples_per_s": speed, "best_samples_per_s": speed}
+        tuning = replace(
+            tuning,
+            trials=len(history),
+            history=history,
+            baseline_samples_per_s=speed,
+            best_samples_per_s=speed,
+        )
         if best != default:
-            found |= self._beside_default(best)
-        tuning = replace(tuning, trials=len(history), history=history, **found)
-        offers = [self._offer(tuning.best, knob) for knob in self.offers if time.monotonic() < deadline]
+            self.progress.doing("comparing the best with the default")
+            try:
+                beside = compare(self.trials.measure, {}, best)
+            except Infeasible as reason:
+                note = f"kept the default: the fastest configuration fails: {reason}"
+                tuning = replace(tuning, notes=[note])
+            else:
+                if beside.is_faster:
+                    tuning = replace(
+                        tuning,
+                        best=best,
+                        changes=self._changes(best),
+                        baseline_samples_per_s=beside.base,
+                        best_samples_per_s=beside.base * beside.ratio,
+                        low=beside.low,
+                    )
+        offers = [self._offer(tuning, knob) for knob in self.offers if time.monotonic() < deadline]
         return replace(tuning, offers=[*filter(None, offers)])
+
+    def _changes(self, values: Configuration) -> dict[str, Value]:
+        """Return the values that differ from the default."""
+        default = defaults(self.knobs)
+        return {name: value for name, value in values.items() if value != default[name]}
 
     def _best(self) -> Trial:
         """Return the fastest trial so far, which is the default if no other one has shown to be faster."""
@@ -108,52 +133,36 @@ class Search:
 
     def _try(self, speed: float, number: int, values: dict[str, Any]) -> tuple[float | None, Trial]:
         """Measure a configuration beside the best so far."""
-        best, changed = self._best(), changes(values, defaults(self.knobs))
-        found: dict[str, Any] = {"relative": 1.0, "samples_per_s": speed}
+        best, changed = self._best(), self._changes(values)
+        trial = Trial(number=number, parameters=values, relative=1.0, samples_per_s=speed)
         if changed:
             self.progress.doing(f"trial {number + 1} of {self.budget}")
             try:
-                beside = self._compare(best.parameters, values)
-                found = {"relative": (best.relative or 1.0) * beside.ratio, "is_faster": beside.is_faster}
-                found |= {"samples_per_s": beside.other, "micro_batch": self.trials.sizes(changed)[0]}
+                beside = compare(self.trials.measure, best.parameters, values)
+                trial = replace(
+                    trial,
+                    relative=(best.relative or 1.0) * beside.ratio,
+                    is_faster=beside.is_faster,
+                    samples_per_s=beside.other,
+                    micro_batch=self.trials.sizes(values)[0],
+                )
             except Infeasible as reason:
-                found = {"note": str(reason)}
-        trial = Trial(number=number, parameters=values, **found)
+                trial = Trial(number=number, parameters=values, note=str(reason))
         self.progress.measured(trial, self.budget, changed)
         return trial.relative, trial
 
-    def _compare(self, base: Configuration, values: Configuration) -> Comparison:
-        default = defaults(self.knobs)
-        return compare(self.trials.measure, changes(base, default), changes(values, default))
-
-    def _beside_default(self, best: Configuration) -> dict[str, Any]:
-        """Measure the best beside the default in new rounds; return the fields of the result about it."""
-        self.progress.doing("comparing the best with the default")
-        try:
-            beside = self._compare({}, best)
-        except Infeasible as reason:
-            return {"notes": [f"kept the default: the fastest configuration fails: {reason}"]}
-        if not beside.is_faster:
-            return {}
-        return {
-            "best": best,
-            "changes": changes(best, defaults(self.knobs)),
-            "baseline_samples_per_s": beside.base,
-            "best_samples_per_s": beside.base * beside.ratio,
-            "low": beside.low,
-        }
-
-    def _offer(self, chosen: Configuration, knob: Knob) -> str | None:
+    def _offer(self, tuning: Tuning, knob: Knob) -> str | None:
         """Return the words that ask for the fastest choice of a knob; None if it is not worth it."""
-        lows: dict[Any, float] = {}
+        lows: dict[Value, float] = {}
         for value in knob.choices[1:]:
             self.progress.doing(f"looking at {knobs_in_words({knob.name: value})}")
             with suppress(Infeasible):
-                lows[value] = self._compare(chosen, {**chosen, knob.name: value}).low or 0.0
+                beside = compare(self.trials.measure, tuning.best, {**tuning.best, knob.name: value})
+                lows[value] = beside.low or 0.0
         value = max(lows, key=lambda value: lows[value], default=None)
         if lows.get(value, 0.0) < WORTH_OFFERING:
             return None
-        names = ",".join([*changes(chosen, defaults(self.knobs)), knob.name])
+        names = ",".join([*tuning.changes, knob.name])
         add = f"--precision {value}" if knob.name == PRECISION else f"--knobs {names}"
         words = knobs_in_words({knob.name: value})
         return f"{words} is at least {lows[value]:.2f} × faster here: add {add}"

@@ -14,7 +14,6 @@ from autobatch.core.knobs import (
     OPTIMIZER,
     PRECISION,
     SPLIT,
-    Configuration,
     Value,
 )
 from autobatch.device.host import usable_cores
@@ -115,11 +114,6 @@ def choose_knobs(
 def defaults(knobs: Sequence[Knob]) -> dict[str, Value]:
     """Return every knob at its default."""
     return {knob.name: knob.choices[0] for knob in knobs}
-
-
-def changes(values: Configuration, default: Configuration) -> dict[str, Value]:
-    """Return the values that differ from the default."""
-    return {name: value for name, value in values.items() if value != default.get(name)}
 
 
 def _implementations(setup: Setup) -> tuple[str, ...]:

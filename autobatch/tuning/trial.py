@@ -1,8 +1,8 @@
 """Trials: the speed of a configuration, and the loss after a short run at a learning rate.
 
-A configuration lists only the knobs that are not at their default. An error makes it infeasible, also memory
-that runs out, or a child process that crashes. Without any change, an error of the workload is its own and is
-raised.
+A configuration lists values of knobs; those that are missing have their default. An error makes it
+infeasible, also memory that runs out, or a child process that crashes. Of an empty one, an error of the
+workload is its own and is raised.
 
 A machine is faster one minute than the next, so a speed counts only as a ratio to another one in the same
 round. Of n independent ratios, at most one lies below the true median with a probability of (n + 1) ÷ 2ⁿ,
@@ -102,33 +102,31 @@ class Trials:
     workers: int | None = None
     """Loader workers that were asked for; None if none were."""
 
-    def measure(self, changed: Configuration) -> float:
+    def measure(self, values: Configuration) -> float:
         """Time the steps of a configuration, and return its samples per second.
 
         Raises:
             Infeasible: the configuration must not be chosen.
             Exception: whatever the workload raises with every knob at its default, except out of memory.
         """
-        sizes = self.sizes(changed)
-        return sum(sizes) / float(self._call(time_steps, changed, sizes, self.workers or 0))
+        sizes = self.sizes(values)
+        call = self.process, time_steps, values, not values, sizes, self.workers or 0
+        return sum(sizes) / float(call_with(*call))
 
-    def confirm(self, changed: Configuration) -> int | str:
+    def confirm(self, values: Configuration) -> int | str:
         """Return the micro-batch of a configuration that runs within the budget, else the reason."""
-        size = self.sizes(changed)[0]
+        size = self.sizes(values)[0]
         try:
-            ran = self._call(attempt, changed, size).attempt
+            ran = call_with(self.process, attempt, values, False, size).attempt
         except Infeasible as reason:
             return str(reason)
         return size if ran.fits else str(ran.reason)
 
-    def sizes(self, changed: Configuration) -> list[int]:
+    def sizes(self, values: Configuration) -> list[int]:
         """Return the micro-batches of a step: at most that of the plan, halved as a configuration says."""
         multiple = self.plan.multiple
-        size = multiple * max(1, self.plan.micro_batch // multiple >> int(changed.get(SPLIT) or 0))
+        size = multiple * max(1, self.plan.micro_batch // multiple >> int(values.get(SPLIT) or 0))
         return micro_batches(sum(self.plan.micro_batches), size, multiple)
-
-    def _call(self, function: Callable[..., Any], changed: Configuration, *args: Any) -> Any:
-        return call_with(self.process, function, changed, changed.keys() <= {SPLIT}, *args)
 
 
 def call_with(
