@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -34,7 +34,7 @@ from autobatch.step.train_state import StepSettings, TrainState, build_train_sta
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.nested import Passes, held, tensors_of
+from autobatch.workload.nested import Passes, children_of, held, rebuilt, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
@@ -196,16 +196,8 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     """Return a batch with fake tensors in its tuples, lists, mappings, and attributes of objects."""
     if isinstance(batch, Tensor):
         return fake_copy(batch, mode)
-    if isinstance(batch, MutableMapping):
-        made = copy.copy(batch)
-        for key, value in batch.items():
-            made[key] = fake_batch(value, mode)
-        return made
-    if isinstance(batch, Mapping):
-        return {key: fake_batch(value, mode) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        fakes = [fake_batch(value, mode) for value in batch]
-        return type(batch)(*fakes) if hasattr(batch, "_fields") else type(batch)(fakes)
+    if isinstance(batch, Mapping | list | tuple):
+        return rebuilt(batch, [fake_batch(child, mode) for child in children_of(batch)])
     if hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
         made = copy.copy(batch)
         # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.

@@ -34,7 +34,7 @@ def to_device(batch: Collated, device: torch.device) -> Collated:
     if device.type == "cpu":
         return batch
     if not callable(getattr(batch, "to", None)):
-        return _rebuilt(batch, [to_device(child, device) for child in children_of(batch)])
+        return rebuilt(batch, [to_device(child, device) for child in children_of(batch)])
     if device.type == "cuda":
         pins_itself = not isinstance(batch, Tensor) and callable(getattr(batch, "pin_memory", None))
         # As transformers' BatchEncoding, which cannot pin itself.
@@ -67,7 +67,7 @@ def map_tensors(batch: Collated, change: Callable[[Tensor], Tensor]) -> Collated
     """Return the same containers with every tensor changed; keep all other values."""
     if isinstance(batch, Tensor):
         return change(batch)
-    return _rebuilt(batch, [map_tensors(child, change) for child in children_of(batch)])
+    return rebuilt(batch, [map_tensors(child, change) for child in children_of(batch)])
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
@@ -114,7 +114,7 @@ def form_of(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
 
 
-def _rebuilt(value: Any, children: list[Any]) -> Any:
+def rebuilt(value: Any, children: list[Any]) -> Any:
     """Return the same container with other children; a plain value is returned unchanged."""
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)
@@ -136,7 +136,7 @@ def cut(value: Any, part: slice, samples: int) -> Any:
         if len(value) == samples:
             return value[part]
     elif isinstance(value, Mapping | list | tuple) and not isinstance(value, PackedSequence):
-        return _rebuilt(value, [cut(child, part, samples) for child in children_of(value)])
+        return rebuilt(value, [cut(child, part, samples) for child in children_of(value)])
     elif isinstance(value, PLAIN):
         return value
     raise InputError(f"{form_of(value)} cannot be cut into {samples} samples")
