@@ -40,9 +40,8 @@ from autobatch.planning import equal_parts_note, program_plan
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
-from autobatch.search.find_limit import search_from_saved
+from autobatch.search.find_limit import reported, search_from_saved
 from autobatch.search.probe import find_largest
-from autobatch.search.runs import reported
 
 STEPS = 3
 """Optimizer steps of a run: state appears in the first, and later ones find it and the gradients there."""

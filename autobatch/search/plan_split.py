@@ -22,7 +22,7 @@ from autobatch.core.records import Plan, Probe, SizeCut
 from autobatch.distributed.ranks import Ranks, agree_on_cut
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs
-from autobatch.search.plan_limit import FIRST, TRIES, batches_to_run, run_batches
+from autobatch.search.find_limit import BATCHES, TRIES, batches_to_run, run_batches
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import Sizes, SizeSplit, Split
@@ -118,7 +118,7 @@ def _choose(
             digest=digest_of(sizes),
         )
         split = SizeSplit(sizes=sizes, cut=cut)
-        saved = max(0.0, _saved(split, batches[:FIRST], plan.micro_batch))
+        saved = max(0.0, _saved(split, batches[:BATCHES], plan.micro_batch))
         if options.split == "auto" and saved < LEAST_SAVED:
             raise InputError(f"by size would save {saved:.0%}")
         if run_batches(setup, batches, split, split.largest) is None:

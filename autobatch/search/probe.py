@@ -10,19 +10,21 @@ m is the cap. This module knows no device and no model: a size goes in, an `Outc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from autobatch.core.errors import InputError
 from autobatch.core.largest import Bracket, most_asked, told_apart
-from autobatch.core.records import Attempt, LimitedBy, Probe, UpperBoundBy
+from autobatch.core.records import Attempt, LimitedBy, Positive, Probe, UpperBoundBy
 from autobatch.device.allocator import Allocator
-from autobatch.device.trace import Trace
-from autobatch.footprint.program import Program
+from autobatch.device.trace import Trace, replay
+from autobatch.footprint.program import Fitting, Program, Untraceable, structure_of
 from autobatch.rehearsal.attempt import Outcome
-from autobatch.search.runs import Runs
-from autobatch.search.saved import SavedLimit
 
 FIRST = 4
 """The first size: smaller ones are special cases for many kernels."""
@@ -40,6 +42,20 @@ NEAR = 16
 """A size that failed refutes a guess up to one part in this many below it."""
 NEAR_BY = 8
 """Sizes between two runs from which on the middle is asked for in place of a guess that a run has refuted."""
+
+
+ENDLESS = 1 << 62
+"""A size that no data has."""
+
+
+class SavedLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest micro-batch of a workload on a device, as it was found."""
+
+    micro_batch: Positive
+    programs: tuple[Program, ...] = ()
+    """The steps at any size, in each order that ran."""
+    date: str = msgspec.field(default_factory=lambda: datetime.now(UTC).date().isoformat())
+    """ISO date on which it was found."""
 
 
 class Limit(NamedTuple):
@@ -107,7 +123,7 @@ def find_largest(
         multiple=multiple,
         source=f"saved {known.date}" if known is not None and is_confirmed else "search",
     )
-    return Limit(probe, runs.programs, runs.trace(answer))
+    return Limit(probe, runs.programs, runs.traces[0].get(answer))
 
 
 @dataclass
@@ -232,3 +248,92 @@ class _Search:
         size = self.runs.largest(self.cap * self.multiple, self.multiple)
         self.predicted = self.predicted or size
         return size
+
+
+class Runs:
+    """Runs that came to their end, and what they say of other sizes.
+
+    Programs of an earlier search count until two runs give others.
+    """
+
+    def __init__(self, new_allocator: Callable[[], Allocator], known: Sequence[Program] = ()) -> None:
+        self._new_allocator = new_allocator
+        self._fits: dict[int, Attempt] = {}
+        """Runs that fit, by size."""
+        self.traces: tuple[dict[int, Trace], ...] = ({}, {})
+        """Whole traces in each order of steps, by size."""
+        self._fitting = Fitting(known, new_allocator)
+        self._sizes: Sequence[int] = ()
+        """Sizes of the runs of one structure to which the programs were fitted; none if they were known."""
+
+    @property
+    def programs(self) -> Sequence[Program]:
+        """The programs of the step in each order that ran; empty if no two runs are alike."""
+        return self._fitting.orders
+
+    @property
+    def is_of_largest(self) -> bool:
+        """True if what is replayed was fitted to the largest run that fits, or nothing else is known."""
+        return bool(self.programs) and (not self._sizes or max(self._fits, default=0) in self._sizes)
+
+    def add(self, outcome: Outcome) -> None:
+        """Learn from a run. One that failed is whole if it broke a rule, or failed in the other order."""
+        attempt = outcome.attempt
+        if attempt.fits:
+            self._fits[attempt.micro_batch] = attempt
+        is_whole = attempt.fits or attempt.phase is None
+        if outcome.trace is not None and (is_whole or outcome.other is not None):
+            self.traces[0][attempt.micro_batch] = outcome.trace.canonical()
+        if outcome.other is not None and is_whole:
+            self.traces[1][attempt.micro_batch] = outcome.other.canonical()
+        fitted, *others = (_fit_alike(traces) for traces in self.traces)
+        if fitted is not None:
+            programs = [program for program, _ in (fitted, *filter(None, others))]
+            self._sizes, self._fitting = fitted[1], Fitting(programs, self._new_allocator)
+
+    def largest(self, cap: int, multiple: int) -> int | None:
+        """Return the largest size that fits according to the replay; None if there is none."""
+        return self._fitting.largest(cap, multiple) if self.programs else None
+
+    def refuse(self, size: int, above: int) -> bool:
+        """Return whether a replay that agrees to the byte with the run of a size refuses the next one."""
+        if (ran := self._fits.get(size)) is None or not self.programs:
+            return False
+        said = replay(self.programs[0].at(size), self._new_allocator())
+        agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
+        if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
+            agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
+        nexts = (replay(each.at(above, since=size), self._new_allocator()) for each in self.programs)
+        return said.fits and agrees and not all(each.fits for each in nexts)
+
+    def line(self, share: float = 1.0) -> int:
+        """Return the size at which a line meets a share of the budget, `ENDLESS` if memory does not grow.
+
+        It goes through the peaks of the two largest runs, or through that of a single one and the bytes that
+        it held at its end.
+        """
+        budget, runs = self._new_allocator().limit, sorted(self._fits.items())[-2:]
+        if budget is None or not runs:
+            return ENDLESS
+        (less, small), (size, large) = runs[0], runs[-1]
+        low, high = small.peak_reserved_bytes or 0, large.peak_reserved_bytes or 0
+        if low == high:  # small runs have their first segments only
+            low, high = small.peak_allocated_bytes or 0, large.peak_allocated_bytes or 0
+        if less == size:
+            less, trace = 0, self.traces[0].get(size)
+            low = 0 if trace is None else replay(trace, Allocator()).allocated_bytes
+            low = low if low < high else 0
+        return ENDLESS if low >= high else size + int((share * budget - high) * (size - less) / (high - low))
+
+
+def _fit_alike(traces: dict[int, Trace]) -> tuple[Program, Sequence[int]] | None:
+    """Fit a program to the largest traces of one structure, if there are two; return it with their sizes."""
+    groups: dict[int, list[int]] = {}
+    for size in sorted(traces, reverse=True):
+        groups.setdefault(hash(structure_of(traces[size])), []).insert(0, size)
+    for alike in groups.values():
+        # Three are a parabola; the two largest still are a line where three follow none.
+        for sizes in (alike, alike[-2:]) if len(alike) > 1 else ():
+            with suppress(Untraceable):
+                return Program.fit([(size, traces[size]) for size in sizes]), alike
+    return None

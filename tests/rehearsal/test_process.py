@@ -22,7 +22,7 @@ from autobatch.core.options import Options
 from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, ChildProcess, import_torch, open_process
 from autobatch.rehearsal.setup import Role, Setup
-from autobatch.search.runs import run_attempt
+from autobatch.search.find_limit import run_attempt
 from tests.support.commandline import SMALL
 
 SETTINGS = Options(device="cpu", memory_budget="64MiB")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from autobatch.search.saved import SavedLimit
+import pytest
+
+from autobatch.search.probe import SavedLimit
 from tests.support.probes import probed, work
 from tests.support.training import amsgrad
 
@@ -43,6 +45,22 @@ def test_a_saved_limit_that_no_longer_fits_is_probed_again(own_home: Path) -> No
     assert any("500 no longer fit" in line for line in listener.notes)
     assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
     assert json.loads(file.read_bytes())["micro_batch"] == first.probe.micro_batch
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "truncated"), (b'{"micro_batch": ' + b"9" * 5000 + b"}", ""), (b'{"micro_batch": 0}', "$.micro")],
+)
+def test_a_file_that_cannot_be_used_is_ignored_with_a_reason(
+    own_home: Path, caplog: pytest.LogCaptureFixture, content: bytes, reason: str
+) -> None:
+    first, _ = probed(work())
+    (file,) = saved_files(own_home)
+    file.write_bytes(content)
+    second, _ = probed(work())
+    assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
+    assert f"the saved limit {file} is ignored" in caplog.text
+    assert reason in caplog.text
 
 
 def test_a_limit_that_cannot_be_saved_is_noted(own_home: Path) -> None:

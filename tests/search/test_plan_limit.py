@@ -16,9 +16,8 @@ from autobatch.core.options import Options, options_from
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, open_setup
-from autobatch.search import plan_limit
-from autobatch.search.find_limit import find_limit
-from autobatch.search.plan_limit import limit_of_plan
+from autobatch.search import find_limit as limits
+from autobatch.search.find_limit import find_limit, limit_of_plan
 from autobatch.search.probe import Limit
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import Listener, probe_of
@@ -59,15 +58,15 @@ def test_a_limit_is_lowered_to_one_at_which_training_does_not_run_out(tmp_path: 
 def test_a_smaller_size_that_fails_alone_is_not_the_answer(tmp_path: Path, monkeypatch) -> None:
     """Real batches survive at 64 and at 43; of the longest samples, only 32 fit."""
     reasons = iter(["too large", None, None, None])
-    monkeypatch.setattr(plan_limit, "run_batches", lambda *_: next(reasons))
-    real = plan_limit.run_attempt
+    monkeypatch.setattr(limits, "run_batches", lambda *_: next(reasons))
+    real = limits.run_attempt
     sizes = []
 
     def run(process: ThisProcess, size: int, progress: Progress) -> Any:
         sizes.append(size)
         return real(process, 400 if size > 32 else 8, progress)
 
-    monkeypatch.setattr(plan_limit, "run_attempt", run)
+    monkeypatch.setattr(limits, "run_attempt", run)
     found, heard = planned(simulated_setup(WORKLOAD, tmp_path, "40MiB"), 128)
     assert (sizes, found.planned, found.probe.oom_count) == ([64, 43, 32], 32, 2)
     assert "32 survives" in heard.notes[0]

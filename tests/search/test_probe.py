@@ -17,8 +17,7 @@ from autobatch.core.records import LimitedBy, Probe
 from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import FREE, Trace, replay
 from autobatch.rehearsal.attempt import Outcome
-from autobatch.search.probe import FAR, FIRST, Limit, find_largest
-from autobatch.search.saved import SavedLimit
+from autobatch.search.probe import FAR, FIRST, Limit, SavedLimit, find_largest
 from tests.support.sizes import BUDGET, Machine, machine_of, outcome_of, trace_of
 
 LINES = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 2000)), min_size=1, max_size=12)
