@@ -35,8 +35,7 @@ from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import open_setup
 from autobatch.search.find_limit import find_limit
-from autobatch.tuning.fastest import Search
-from autobatch.tuning.space import Knob, choose_knobs, defaults, knobs_of
+from autobatch.tuning.fastest import Knob, Search, choose_knobs, defaults
 from autobatch.tuning.trial import ROUNDS, Trials
 from benchmarks.report import arguments, markdown, save
 from benchmarks.workloads import WORKLOADS
@@ -55,7 +54,7 @@ def open_trials(workload: Workload, memory_budget: str) -> tuple[Trials, list[Kn
     with tempfile.TemporaryDirectory() as home:
         found = find_limit(process, options, share=TARGET, home=Path(home), progress=Progress())
     limit = found.probe.micro_batch
-    knobs, _, _ = choose_knobs(knobs_of(setup, limit, 1000, None), KNOBS)
+    knobs, _, _ = choose_knobs(setup, KNOBS, limit, 1000, None)
     plan = make_plan(target_batch=TARGET, micro_batch_limit=limit, learning_rate=workload.learning_rate)
     return Trials(process=process, plan=plan), knobs
 

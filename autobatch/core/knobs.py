@@ -1,6 +1,6 @@
 """The knobs of the tuner, by name.
 
-`autobatch.tuning.space` has their choices. `autobatch.step.apply_knobs` applies them to a model and its
+`autobatch.tuning.fastest` has their choices. `autobatch.step.apply_knobs` applies them to a model and its
 optimizer, in the same way for a probe, a trial and the training that follows.
 """
 

@@ -18,24 +18,39 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optuna
+import torch
 from msgspec.structs import replace
 from optuna.distributions import CategoricalDistribution
 
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import PRECISION, SPLIT, Configuration, Value, parse_knobs
+from autobatch.core.knobs import (
+    CHANNELS_LAST,
+    COMPILE,
+    LOADER_WORKERS,
+    OPTIMIZER,
+    PRECISION,
+    SPLIT,
+    Configuration,
+    Value,
+    parse_knobs,
+)
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Trial, Tuning
+from autobatch.device.host import usable_cores
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
+from autobatch.rehearsal.setup import Setup
 from autobatch.report.words import knobs_in_words
-from autobatch.tuning.space import Knob, choose_knobs, defaults, knobs_of
+from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.tuning.study import open_study, run_trials, tried
 from autobatch.tuning.trial import Trials, compare
+from autobatch.workload.nested import tensors_of
+from autobatch.workload.rng import preserved_random_state
 
 DEFAULT_TRIALS = 8
 """Configurations that are measured if no number was asked for."""
@@ -43,6 +58,30 @@ RUN_SHARE = 0.25
 """Share of the run's time after which ``fit`` starts no further trial, if nothing was asked for."""
 WORTH_OFFERING = 1.05
 """The least that a choice must gain to be offered."""
+
+
+EXACT = (SPLIT, LOADER_WORKERS)
+"""Knobs of which no choice changes the memory of a micro-batch, or a result by rounding. Others are tuned
+only if the user names them. Workers draw other random numbers."""
+NOTICEABLE_S = 0.005
+"""Seconds that loading a micro-batch must take before workers are tuned by default: handing one over takes a
+millisecond."""
+WORTH_COMPILING = 500
+"""Optimizer steps from which compiling, half a minute in each trial that tries it, may pay off."""
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers with a fused step on GPUs and on the CPU."""
+
+
+class Knob(NamedTuple):
+    """A knob of a workload on a device."""
+
+    name: str
+    choices: tuple[Value, ...]
+    """The values that it may have, the default first."""
+    lacks: str = ""
+    """Reason why it has one value only, or none."""
+    pays_off: bool = True
+    """False if it is only tuned if the user names it, and not offered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,9 +269,9 @@ class Tuner:
         options, act = self.options, "looking for what can be tuned"
         self.progress.doing(act)
         plan, workers = trials.plan, trials.workers
-        known = self.process.call(act, knobs_of, plan.micro_batch, self.planned_steps, workers)
         asked = None if options.knobs is None else parse_knobs(options.knobs)
-        knobs, offers, notes = choose_knobs(known, asked)
+        about = asked, plan.micro_batch, self.planned_steps, workers
+        knobs, offers, notes = self.process.call(act, choose_knobs, *about)
         for line in notes:
             self.progress.note(line)
         is_unasked = options.command == "fit" and options.trials is None and options.timeout is None
@@ -251,3 +290,86 @@ class Tuner:
             worth_samples=RUN_SHARE * samples if is_unasked else math.inf,
             progress=self.progress,
         )
+
+
+def choose_knobs(
+    setup: Setup, asked: Sequence[str] | None, micro_batch: int, planned_steps: int, workers: int | None
+) -> tuple[list[Knob], list[Knob], list[str]]:
+    """Return the knobs to tune, those to offer, and a note for each that was asked for and has no choice.
+
+    Args:
+        setup: the workload and the device.
+        asked: names of those to tune, and none to offer; None for those that pay off and change no number.
+        micro_batch: that of the plan, which is the largest that may be used.
+        planned_steps: optimizer steps of the run.
+        workers: the loader workers that were asked for; None if none were.
+    """
+    device, cores = setup.device, usable_cores()
+    others = device.native_precisions() if setup.precision == "fp32" else ()
+    is_compiled = device.compiler_missing is None
+    is_image = any(p.dim() == 4 for p in setup.model.parameters()) and any(
+        tensor.dim() == 4 for tensor in tensors_of(setup.worst_case.batch(2))
+    )
+    counts = [count for count in (2, 4, 8, 16) if count <= cores and workers is None]
+    knobs = [
+        Knob(SPLIT, tuple(range(min(4, micro_batch.bit_length()))), "the micro-batch is a single sample"),
+        Knob(
+            PRECISION,
+            (setup.precision, *(name for name in others if name != setup.precision)),
+            "--precision was given, or the device has only one native precision",
+        ),
+        Knob(
+            COMPILE,
+            ("off", "default") if is_compiled else (),
+            device.compiler_missing or "",
+            pays_off=device.gains_from_compile and planned_steps >= WORTH_COMPILING,
+        ),
+        Knob(
+            CHANNELS_LAST,
+            (False, True) if is_image else (),
+            "the model has no 4-D weights, or its batches have no 4-D tensors",
+        ),
+        Knob(
+            OPTIMIZER,
+            _implementations(setup),
+            "the workload's optimizer has only one implementation, or the workload chose it",
+        ),
+        Knob(
+            LOADER_WORKERS,
+            (0, *counts),
+            "this process may use a single core" if workers is None else "the number of workers is given",
+            pays_off=bool(counts) and _fetch_seconds(setup, micro_batch) >= NOTICEABLE_S,
+        ),
+    ]
+    wanted = [knob for knob in knobs if (knob.pays_off if asked is None else knob.name in asked)]
+    lacking = [knob for knob in wanted if len(knob.choices) < 2]
+    tuned = [one for one in wanted if one not in lacking and (asked is not None or one.name in EXACT)]
+    offered = [knob for knob in wanted if knob not in lacking and knob not in tuned]
+    notes = [f"{knob.name} is not tuned: {knob.lacks}" for knob in lacking if asked is not None]
+    return tuned, offered, notes
+
+
+def defaults(knobs: Sequence[Knob]) -> dict[str, Value]:
+    """Return every knob at its default."""
+    return {knob.name: knob.choices[0] for knob in knobs}
+
+
+def _implementations(setup: Setup) -> tuple[str, ...]:
+    """Return the implementations of the workload's optimizer that are left to choose, ``default`` first."""
+    made = stand_in_optimizers(setup.workload)
+    if not made or any(
+        optimizer.defaults.get("fused") is not None or optimizer.defaults.get("foreach", True) is not None
+        for optimizer in made
+    ):
+        return ("default",)
+    is_fusible = all(type(optimizer) in FUSED for optimizer in made)
+    return tuple(name for name in setup.device.optimizer_implementations if name != "fused" or is_fusible)
+
+
+def _fetch_seconds(setup: Setup, size: int) -> float:
+    """Return the seconds that fetching and collating the most expensive micro-batch takes, once warm."""
+    with preserved_random_state():
+        setup.worst_case.batch(size)
+        start = setup.clock()
+        setup.worst_case.batch(size)
+        return setup.clock() - start

@@ -25,7 +25,7 @@ from tests.support.trials import SAMPLES, STEPS, linear_workload, signed, square
 def test_a_resumed_run_keeps_the_chosen_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autobatch.tuning.space.usable_cores", lambda: 4)
+    monkeypatch.setattr("autobatch.tuning.fastest.usable_cores", lambda: 4)
     best, find = {"loader_workers": 2}, fastest.Search.find
     chosen = lambda search: msgspec.structs.replace(find(search), best=best, changes=best)  # noqa: E731
     monkeypatch.setattr(fastest.Search, "find", chosen)

@@ -21,8 +21,7 @@ from autobatch.core.records import Tuning
 from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import Setup, describe_setup
-from autobatch.tuning.fastest import Search
-from autobatch.tuning.space import Knob
+from autobatch.tuning.fastest import Knob, Search
 from autobatch.tuning.study import open_study
 from autobatch.tuning.trial import Trials
 from tests.support.options import as_options

@@ -19,8 +19,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.tuning import fastest
-from autobatch.tuning.fastest import Tuner
-from autobatch.tuning.space import Knob, defaults
+from autobatch.tuning.fastest import Knob, Tuner, defaults
 from tests.support.options import as_options
 from tests.support.probes import Listener
 from tests.support.rank_server import RankServer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autobatch.core.knobs import KNOBS
-from autobatch.tuning.space import Knob, choose_knobs, defaults, knobs_of
+from autobatch.tuning.fastest import Knob, choose_knobs, defaults
 from tests.support.training import Rows
 from tests.support.trials import trial_setup
 
@@ -22,11 +22,12 @@ CHANGING = {"precision", "channels_last", "optimizer"}
 
 @pytest.fixture
 def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a function that looks at a small network for images on a GPU, some of which is different."""
+    """Return a function that chooses for a small network for images on a GPU, some of which is different."""
 
-    def look(
-        micro_batch: int = 64, steps: int = 1000, workers: int | None = None, **changed: Any
-    ) -> list[Knob]:
+    def choose(
+        asked: Sequence[str] | None, micro_batch: int = 64, steps: int = 1000, workers: int | None = None,
+        **changed: Any,
+    ) -> tuple[list[Knob], list[Knob], list[str]]:  # fmt: skip
         known = {"precisions": ("bf16", "fp32"), "compiler": None, "gains": True, "cores": 6, "fetch_s": 0.4}
         known |= {"images": (8, 3, 4, 4), "optimizers": ("default", "fused"), **changed}
         device: Any = SimpleNamespace(
@@ -35,13 +36,13 @@ def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             gains_from_compile=known["gains"],
             optimizer_implementations=known["optimizers"],
         )
-        monkeypatch.setattr("autobatch.tuning.space.usable_cores", lambda: known["cores"])
+        monkeypatch.setattr("autobatch.tuning.fastest.usable_cores", lambda: known["cores"])
         data = Rows(torch.randn(*known["images"]), torch.zeros(8, dtype=torch.long))
         made = trial_setup(model=lambda: nn.Conv2d(3, 3, 1), train_data=data)
         setup = replace(made, device=device, clock=iter((0.0, known["fetch_s"])).__next__)
-        return knobs_of(setup, micro_batch, steps, workers)
+        return choose_knobs(setup, asked, micro_batch, steps, workers)
 
-    return look
+    return choose
 
 
 BARE = {
@@ -54,10 +55,10 @@ BARE = {
 
 
 def test_every_knob_begins_with_its_default_and_none_is_tuned_without_a_choice(knobs: Any) -> None:
-    tuned, offered, notes = choose_knobs(knobs(), KNOBS)
+    tuned, offered, notes = knobs(KNOBS)
     assert (defaults(tuned), offered, notes) == (DEFAULTS, [], [])
-    assert choose_knobs(knobs(1, **BARE), None) == ([], [], [])
-    tuned, _, notes = choose_knobs(knobs(1, **BARE), KNOBS)
+    assert knobs(None, 1, **BARE) == ([], [], [])
+    tuned, _, notes = knobs(KNOBS, 1, **BARE)
     assert (tuned, len(notes)) == ([], len(DEFAULTS))
     assert "compile is not tuned: no compiler" in notes
 
@@ -78,12 +79,12 @@ def test_every_knob_begins_with_its_default_and_none_is_tuned_without_a_choice(k
 def test_what_is_tuned_follows_from_the_device_the_workload_and_the_run(
     knobs: Any, here: dict[str, Any], asked: list[str] | None, expected: dict[str, Any]
 ) -> None:
-    assert {knob.name: knob.choices for knob in choose_knobs(knobs(**here), asked)[0]} == expected
+    assert {knob.name: knob.choices for knob in knobs(asked, **here)[0]} == expected
 
 
 def test_what_changes_numbers_is_only_offered_unasked(knobs: Any) -> None:
-    tuned, offered, _ = choose_knobs(knobs(), None)
+    tuned, offered, _ = knobs(None)
     assert {knob.name for knob in tuned} == {"micro_batch_shift", "loader_workers"}
     assert {knob.name for knob in offered} == CHANGING | {"compile"}
     for here in ({"gains": False}, {"steps": 60}):
-        assert {knob.name for knob in choose_knobs(knobs(**here), None)[1]} == CHANGING
+        assert {knob.name for knob in knobs(None, **here)[1]} == CHANGING
