@@ -10,7 +10,7 @@ ranks, and with each change that may help. Everything else, for example the budg
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -21,14 +21,14 @@ from torch import nn
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Parallel, Plan, Remedy
+from autobatch.core.records import Estimate, Parallel, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import memory_named
 from autobatch.device.profiles import HardwareProfile
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, Unpredictable, footprint
 from autobatch.estimates.gpus import Gpus, few
-from autobatch.estimates.policy import GENERATIONS, Capability
+from autobatch.estimates.policy import AMPERE
 from autobatch.estimates.suggestions import Change, changes_of, helpful, in_words
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.footprint.explain import explain
@@ -79,8 +79,8 @@ class Estimator:
         self._worst_case = WorstCaseSampler(workload)
         self._worst_case.check_collate()
         self._batch_of = cache(self._worst_case.batch)
-        self._known: dict[tuple[Parallel, Capability], Footprint] = {}
-        """By what ranks do with the model, and by the generation of the GPU."""
+        self._known: dict[tuple[Parallel, bool], Footprint] = {}
+        """By what ranks do with the model, and whether the GPU is one of Ampere or later."""
 
     def estimates(self) -> Estimates:
         """Predict for each GPU; for a single one, or if none suffices, also predict what would help."""
@@ -90,7 +90,15 @@ class Estimator:
         for estimate in found:
             reasons.setdefault(estimate.parallel_reason, []).append(estimate.profile)
         notes = [f"{few(names)}: {reason}" for reason, names in reasons.items() if reason]
-        notes += [*gpus.notes(found), *stream_notes(self._workload.train_data), *self._notes()]
+        notes += [
+            *gpus.notes(found),
+            *stream_notes(self._workload.train_data),
+            *self._worst_case.notes,
+            *self._build_notes,
+            *whole_batch_notes(self._workload, self._whole_batch),
+            *gradient_sum_notes(self._model, self._gradient_dtype),
+            *(note for step in self._known.values() for note in step.notes),
+        ]
         ordered = found if gpus.are_named else sorted(found, key=need)
         return Estimates(estimates=ordered, notes=list(dict.fromkeys(notes)))
 
@@ -128,13 +136,24 @@ class Estimator:
         self, gpu: HardwareProfile, step: Footprint, parallel: Parallel, reason: str | None
     ) -> Estimate:
         """Predict what fits on one GPU, without what would help."""
-        budget = self._gpus.budget(gpu)
-        found = budget.predict(step, self._options.micro_batch)
+        budget, options, workload = self._gpus.budget(gpu), self._options, self._workload
+        found, plan = budget.predict(step, options.micro_batch), None
+        if found.fits and options.target_batch is not None:
+            plan = make_plan(
+                target_batch=options.target_batch,
+                micro_batch_limit=found.micro_batch,
+                world_size=self._gpus.world,
+                multiple=step.multiple,
+                learning_rate=workload.learning_rate,
+                base_batch=workload.base_batch,
+                precision=self._gpus.precision,
+                gradient_dtype=self._gradient_dtype,
+            )
         where = explain(step.program.at(max(1, found.micro_batch)))
         return replace(
             found,
             precision=self._gpus.precision,
-            plan=self._plan(found.micro_batch, step.multiple) if found.fits else None,
+            plan=plan,
             memory={**where.by_kind, "workspaces of cuBLAS": budget.held_bytes},
             modules=where.by_module,
             phase=where.phase,
@@ -169,39 +188,16 @@ class Estimator:
         Raises:
             AutobatchError: the step cannot be traced.
         """
-        generation = max(GENERATIONS[0], *(first for first in GENERATIONS if first <= gpu.compute_capability))
-        if (parallel, generation) not in self._known:
+        key = parallel, gpu.compute_capability >= AMPERE
+        if key not in self._known:
             try:
-                self._known[parallel, generation] = footprint(self.step(gpu, parallel))
+                self._known[key] = footprint(self.step(gpu, parallel))
             except Unpredictable as error:
                 raise Unpredictable(
                     f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model "
                     "of that GPU's allocator"
                 ) from error
-        return self._known[parallel, generation]
-
-    def _plan(self, micro_batch: int, multiple: int) -> Plan | None:
-        if self._options.target_batch is None:
-            return None
-        return make_plan(
-            target_batch=self._options.target_batch,
-            micro_batch_limit=micro_batch,
-            world_size=self._gpus.world,
-            multiple=multiple,
-            learning_rate=self._workload.learning_rate,
-            base_batch=self._workload.base_batch,
-            precision=self._gpus.precision,
-            gradient_dtype=self._gradient_dtype,
-        )
-
-    def _notes(self) -> Iterator[str]:
-        """Yield remarks on the workload and its traces, one per line."""
-        yield from self._worst_case.notes
-        yield from self._build_notes
-        yield from whole_batch_notes(self._workload, self._whole_batch)
-        yield from gradient_sum_notes(self._model, self._gradient_dtype)
-        for step in self._known.values():
-            yield from step.notes
+        return self._known[key]
 
 
 def on_meta(workload: Workload) -> tuple[nn.Module, list[str]]:

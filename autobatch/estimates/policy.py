@@ -29,8 +29,8 @@ aten = torch.ops.aten
 Capability = tuple[int, int]
 Kernel = Literal["flash", "efficient", "math"]
 _LOW = (torch.float16, torch.bfloat16)
-GENERATIONS: tuple[Capability, ...] = ((7, 0), (8, 0))
-"""First compute capabilities of the GPUs that may run different kernels."""
+AMPERE: Capability = (8, 0)
+"""The first compute capability with matrix units for bf16 and fp32, whose GPUs run other kernels."""
 
 
 def attention_kernel(
@@ -43,7 +43,7 @@ def attention_kernel(
 ) -> Kernel:
     """Return the kernel that a GPU of this compute capability runs for query, key and value."""
     (query, key, value), cuda = tensors, torch.backends.cuda
-    head, dtype, has_bf16 = query.shape[-1], query.dtype, capability >= (8, 0)
+    head, dtype, has_bf16 = query.shape[-1], query.dtype, capability >= AMPERE
     if query.dim() != 4 or any(x.shape[0] != query.shape[0] or x.dtype is not dtype for x in tensors):
         return "math"
     if (

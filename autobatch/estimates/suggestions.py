@@ -18,6 +18,7 @@ from autobatch.core.units import format_bytes
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, footprint, footprints
 from autobatch.estimates.gpus import Budget
+from autobatch.estimates.policy import AMPERE
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.setup import Setup, describe_setup
 from autobatch.step.apply_knobs import recomputable_blocks
@@ -25,8 +26,6 @@ from autobatch.step.gradients import low_precision_parameters
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.workload.contract import Workload
 
-NATIVE_BF16 = (8, 0)
-"""First compute capability with matrix units for bf16 (NVIDIA Ampere)."""
 EXPANDABLE = "expandable_segments"
 EXPANDABLE_ADVICE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 LEAST_CHANGE = 0.01
@@ -114,7 +113,7 @@ def changes_of(step: TracedStep) -> Iterator[Change]:
     if knobs.get(CHECKPOINTING) != "full" and recomputable_blocks(step.model):
         advice = "activation checkpointing of the repeated blocks"
         yield Change("checkpointing", advice, replace(step, knobs={**knobs, CHECKPOINTING: "full"}))
-    can_bf16 = step.capability is None or step.capability >= NATIVE_BF16
+    can_bf16 = step.capability is None or step.capability >= AMPERE
     if step.precision == "fp32" and can_bf16:
         yield Change("bf16", "--precision bf16", replace(step, precision="bf16"))
     if step.gradient_dtype == "fp32" and low_precision_parameters(step.model):
