@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,7 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Parallel, Remedy
 from autobatch.core.units import format_bytes
+from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.oom import memory_named
 from autobatch.device.profiles import HardwareProfile
 from autobatch.estimates.copies import run_in_copies
@@ -33,7 +34,7 @@ from autobatch.estimates.suggestions import Change, changes_of, helpful, in_word
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.footprint.explain import explain
 from autobatch.planning import make_plan
-from autobatch.rehearsal.setup import build_model, check_loss_of_ranks, whole_batch_notes
+from autobatch.rehearsal.setup import Setup, build_model, check_loss_of_ranks, whole_batch_notes
 from autobatch.report.result import Estimates
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import WholeBatchLoss, Workload
@@ -71,20 +72,24 @@ class Estimator:
     def __init__(self, workload: Workload, options: Options, gpus: Gpus) -> None:
         check_loss_of_ranks(workload, gpus.world)
         seed_everything(options.seed)
-        self._workload, self._options, self._gpus = workload, options, gpus
-        is_whole = isinstance(workload.loss, WholeBatchLoss)
-        self._whole_batch = options.target_batch if is_whole else None
-        self._model, self._build_notes = on_meta(workload)
-        self._gradient_dtype = gradient_dtype_of(self._model, options.gradient_dtype)
-        self._worst_case = WorstCaseSampler(workload)
-        self._worst_case.check_collate()
-        self._batch_of = cache(self._worst_case.batch)
+        self._options, self._gpus = options, gpus
+        model, self._build_notes = on_meta(workload)
+        self._setup = Setup(
+            workload=workload,
+            model=model,
+            device=SimulatedDevice(gpus.asked[0], options.memory_budget),
+            worst_case=WorstCaseSampler(workload),
+            precision=options.precision,
+            gradient_dtype=gradient_dtype_of(model, options.gradient_dtype),
+            whole_batch=options.target_batch if isinstance(workload.loss, WholeBatchLoss) else None,
+        )
+        self._setup.worst_case.check_collate()
         self._known: dict[tuple[Parallel, bool], Footprint] = {}
         """By what ranks do with the model, and whether the GPU is one of Ampere or later."""
 
     def estimates(self) -> Estimates:
         """Predict for each GPU; for a single one, or if none suffices, also predict what would help."""
-        gpus = self._gpus
+        gpus, setup = self._gpus, self._setup
         found = with_remedies(self.limits(), gpus, self._remedies)
         reasons: dict[str | None, list[str]] = {}
         for estimate in found:
@@ -92,11 +97,11 @@ class Estimator:
         notes = [f"{few(names)}: {reason}" for reason, names in reasons.items() if reason]
         notes += [
             *gpus.notes(found),
-            *stream_notes(self._workload.train_data),
-            *self._worst_case.notes,
+            *stream_notes(setup.workload.train_data),
+            *setup.worst_case.notes,
             *self._build_notes,
-            *whole_batch_notes(self._workload, self._whole_batch),
-            *gradient_sum_notes(self._model, self._gradient_dtype),
+            *whole_batch_notes(setup.workload, setup.whole_batch),
+            *gradient_sum_notes(setup.model, setup.gradient_dtype),
             *(note for step in self._known.values() for note in step.notes),
         ]
         ordered = found if gpus.are_named else sorted(found, key=need)
@@ -121,14 +126,9 @@ class Estimator:
 
             sharding = partial(fake_ranks, self._gpus.world)
         return TracedStep(
-            workload=self._workload,
-            model=self._model,
-            batch_of=self._batch_of,
-            precision=self._gpus.precision,
-            gradient_dtype=self._gradient_dtype,
+            setup=self._setup,
             capability=gpu.compute_capability,
             multiple=self._options.micro_batch_multiple,
-            samples=self._whole_batch,
             sharding=sharding,
         )
 
@@ -136,7 +136,7 @@ class Estimator:
         self, gpu: HardwareProfile, step: Footprint, parallel: Parallel, reason: str | None
     ) -> Estimate:
         """Predict what fits on one GPU, without what would help."""
-        budget, options, workload = self._gpus.budget(gpu), self._options, self._workload
+        budget, options, setup = self._gpus.budget(gpu), self._options, self._setup
         found, plan = budget.predict(step, options.micro_batch), None
         if found.fits and options.target_batch is not None:
             plan = make_plan(
@@ -144,15 +144,15 @@ class Estimator:
                 micro_batch_limit=found.micro_batch,
                 world_size=self._gpus.world,
                 multiple=step.multiple,
-                learning_rate=workload.learning_rate,
-                base_batch=workload.base_batch,
-                precision=self._gpus.precision,
-                gradient_dtype=self._gradient_dtype,
+                learning_rate=setup.workload.learning_rate,
+                base_batch=setup.workload.base_batch,
+                precision=setup.precision,
+                gradient_dtype=setup.gradient_dtype,
             )
         where = explain(step.program.at(max(1, found.micro_batch)))
         return replace(
             found,
-            precision=self._gpus.precision,
+            precision=setup.precision,
             plan=plan,
             memory={**where.by_kind, "workspaces of cuBLAS": budget.held_bytes},
             modules=where.by_module,

@@ -70,7 +70,7 @@ def footprints(steps: Sequence[TracedStep]) -> list[Footprint | AutobatchError]:
         for size in SIZES:
             # Augmented data draw the same random numbers for each size.
             with preserved_random_state():
-                batch = step.batch_of(step.multiple * size)
+                batch = step.setup.worst_case.batch(step.multiple * size)
             # The first step of the largest size checks the two others.
             made = replace(step, steps=step.steps[:1]) if size == SIZES[-1] else step
             asked.append(partial(_recorded, made, step.multiple * size, batch))
@@ -92,7 +92,7 @@ def _fitted(step: TracedStep, traced: Sequence[Recording | AutobatchError]) -> F
     if program.at(sizes[2]).events[: len(largest.trace.events)] != largest.trace.events:
         return Unpredictable("cannot predict: the sizes of its allocations are no line in the micro-batch")
     notes = sorted(small.notes)
-    is_recurrent = any(isinstance(part, nn.RNNBase) for part in step.model.modules())
+    is_recurrent = any(isinstance(part, nn.RNNBase) for part in step.setup.model.modules())
     margin = CONVOLUTION_MARGIN if CONVOLUTIONS in notes else MARGIN
     return Footprint(program, margin, (*notes, *[RECURRENT] * is_recurrent), step.multiple)
 
@@ -100,7 +100,7 @@ def _fitted(step: TracedStep, traced: Sequence[Recording | AutobatchError]) -> F
 def _recorded(step: TracedStep, size: int, batch: Collated) -> Recording | AutobatchError:
     """Trace a step at a size, on a batch that was read before; return the error if it cannot be traced."""
     try:
-        return record(replace(step, batch_of=lambda _: batch), size)
+        return record(step, size, batch)
     except InputError as error:
         return error
     except (Exception, SystemExit) as error:

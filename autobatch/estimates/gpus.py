@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Precision
+from autobatch.core.records import Estimate
 from autobatch.core.text import listed
 from autobatch.core.units import GiB, KiB, format_bytes
 from autobatch.device.allocator import Allocator, AllocatorConfig, new_allocator
@@ -102,7 +102,6 @@ class Gpus:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.precision: Precision = options.precision
         self.world = options.ranks or 1
         """Ranks, one per GPU."""
         caps = (options.max_micro_batch, options.target_batch, LARGEST)

@@ -24,7 +24,6 @@ from autobatch.rehearsal.setup import Setup, describe_setup
 from autobatch.step.apply_knobs import recomputable_blocks
 from autobatch.step.gradients import low_precision_parameters
 from autobatch.step.optimizers import stand_in_optimizers
-from autobatch.workload.contract import Workload
 
 EXPANDABLE = "expandable_segments"
 EXPANDABLE_ADVICE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -49,22 +48,13 @@ def suggest(setup: Setup) -> list[Remedy]:
         AutobatchError: the step cannot be traced.
     """
     info = describe_setup(setup)
+    # A compiled model is traced as its module.
+    knobs = {name: value for name, value in setup.knobs.items() if name != COMPILE}
     step = TracedStep(
-        workload=setup.workload,
-        model=setup.model,
-        batch_of=setup.worst_case.batch,
-        precision=setup.precision,
-        gradient_dtype=setup.gradient_dtype,
+        setup=replace(setup, knobs=knobs),
         capability=setup.device.compute_capability,
-        samples=setup.whole_batch,
-        max_grad_norm=setup.max_grad_norm,
-        ema=setup.ema,
         sharding=partial(nullcontext, setup.sharding),
-        keeps_batches=setup.keeps_batches,
-        # A compiled model is traced as its module.
-        knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
     )
-
     device = info.device
     budget = Budget(device.name, device.budget_bytes, device.budget_source, info.allocator, info.samples)
     return helpful(footprint(step), [*changes_of(step)], budget)
@@ -109,23 +99,18 @@ def in_words(suggestions: Sequence[Remedy] | None) -> str:
 
 def changes_of(step: TracedStep) -> Iterator[Change]:
     """Yield the changes that need a trace of their own."""
-    knobs = step.knobs
-    if knobs.get(CHECKPOINTING) != "full" and recomputable_blocks(step.model):
+    setup, knobs = step.setup, step.setup.knobs
+    if knobs.get(CHECKPOINTING) != "full" and recomputable_blocks(setup.model):
         advice = "activation checkpointing of the repeated blocks"
-        yield Change("checkpointing", advice, replace(step, knobs={**knobs, CHECKPOINTING: "full"}))
-    can_bf16 = step.capability is None or step.capability >= AMPERE
-    if step.precision == "fp32" and can_bf16:
-        yield Change("bf16", "--precision bf16", replace(step, precision="bf16"))
-    if step.gradient_dtype == "fp32" and low_precision_parameters(step.model):
+        yield Change("checkpointing", advice, step.changed(knobs={**knobs, CHECKPOINTING: "full"}))
+    if setup.precision == "fp32" and (step.capability is None or step.capability >= AMPERE):
+        yield Change("bf16", "--precision bf16", step.changed(precision="bf16"))
+    if setup.gradient_dtype == "fp32" and low_precision_parameters(setup.model):
         advice = "--gradient-dtype weights, which rounds the gradient after each micro-batch"
-        yield Change("gradient_dtype", advice, replace(step, gradient_dtype="weights"))
+        yield Change("gradient_dtype", advice, step.changed(gradient_dtype="weights"))
     # On the CPU an optimizer updates one parameter at a time, and a fused one saves nothing.
-    if step.capability is not None and knobs.get(OPTIMIZER) != "fused" and _may_fuse(step.workload):
-        advice = "a fused optimizer (fused=True)"
-        yield Change("fused", advice, replace(step, knobs={**knobs, OPTIMIZER: "fused"}))
-
-
-def _may_fuse(workload: Workload) -> bool:
-    """Return whether an optimizer of the workload may have a fused implementation that it does not use."""
-    made = stand_in_optimizers(workload)
-    return not made or any(one.defaults.get("fused", True) in (None, False) for one in made)
+    if step.capability is not None and knobs.get(OPTIMIZER) != "fused":
+        made = stand_in_optimizers(setup.workload)
+        if not made or any(one.defaults.get("fused", True) in (None, False) for one in made):
+            advice = "a fused optimizer (fused=True)"
+            yield Change("fused", advice, step.changed(knobs={**knobs, OPTIMIZER: "fused"}))

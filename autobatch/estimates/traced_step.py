@@ -14,7 +14,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,10 +30,11 @@ from autobatch.device.base import followed_modules
 from autobatch.device.trace import Trace
 from autobatch.device.tracker import UPDATES, StorageTracker, has_wrappers
 from autobatch.estimates.policy import Capability, as_on_cuda, cuda_policy
-from autobatch.step.train_state import StepSettings, TrainState, build_train_state
+from autobatch.rehearsal.setup import Setup
+from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
-from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
+from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.nested import Passes, children_of, held, rebuilt, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
@@ -214,25 +215,23 @@ second micro-batch of the other one runs. Every later step does the same as that
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracedStep(StepSettings):
+class TracedStep:
     """Everything that a trace of a step depends on."""
 
-    workload: Workload
-    model: nn.Module
-    batch_of: Callable[[int], Collated]
-    """Returns a real micro-batch of that many samples, the worst case."""
+    setup: Setup
+    """With a model that may be on ``meta``, and a device that nothing runs on."""
     capability: Capability | None
     """Compute capability of the GPU; None for the CPU with its own operators."""
     multiple: int = 1
     """Number whose multiples the step runs at."""
     steps: Sequence[int] = STEPS
     """Micro-batches of each step."""
-    samples: int | None = None
-    """Samples of a batch if the loss sees all of them; None otherwise."""
-    keeps_batches: bool = False
-    """True for a loop that keeps each micro-batch until the next one is there."""
     sharding: Callable[[], AbstractContextManager[Sharding | None]] = nullcontext
     """Acts as a rank within a block, and gives the way in which ranks share a model; None for a whole one."""
+
+    def changed(self, **values: Any) -> TracedStep:
+        """Return the same with other values of the setup."""
+        return replace(self, setup=replace(self.setup, **values))
 
 
 class Recording(NamedTuple):
@@ -244,15 +243,16 @@ class Recording(NamedTuple):
     """Remarks on what the trace does not show."""
 
 
-def record(step: TracedStep, micro_batch: int) -> Recording:
-    """Trace the steps of an attempt at a micro-batch.
+def record(step: TracedStep, micro_batch: int, batch: Collated | None = None) -> Recording:
+    """Trace the steps of an attempt at a micro-batch, the worst case if none is given.
 
     Raises:
         Exception: the user's code or torch cannot run the step without the values of its tensors.
     """
     # A real tensor in the user's code becomes a fake in its first operator.
     mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder(on_gpu=step.capability is not None)
-    batch = step.batch_of(micro_batch)
+    setup = step.setup
+    batch = setup.worst_case.batch(micro_batch) if batch is None else batch
     # What cannot be traced is told in one line.
     logging.getLogger(fake_tensor.__name__).disabled = True
 
@@ -264,13 +264,13 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
 
     def micro_batches(count: int) -> Iterable[tuple[Collated, int]]:
         placed = Passes(lambda: ((place(batch), micro_batch) for _ in range(count)))
-        if isinstance(step.workload.loss, WholeBatchLoss):
+        if isinstance(setup.workload.loss, WholeBatchLoss):
             return placed
-        return held(placed) if step.keeps_batches else placed
+        return held(placed) if setup.keeps_batches else placed
 
     with preserved_random_state(), ExitStack() as stack:
         sharding = stack.enter_context(step.sharding())
-        model = fake_model(step.model, mode)
+        model = fake_model(setup.model, mode)
         # oneDNN hides the gates of recurrent layers. Single operators show tensors, about as large as what
         # cuDNN keeps.
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False, allow_tf32=None))
@@ -281,7 +281,7 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
         stack.enter_context(followed_modules(model, recorder))
         train_state = _build(step, model, recorder, sharding)
         for count in step.steps:
-            samples = batch_samples(step.samples, micro_batch, count)
+            samples = batch_samples(setup.whole_batch, micro_batch, count)
             train_step(train_state, micro_batches(count), samples, mark=recorder.mark)
     trace = recorder.trace()
     assert trace is not None
@@ -295,9 +295,9 @@ def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sha
     if sharding is not None:
         # Ranks build their parts only, so the whole model is never on a device.
         with recorder.uncounted():
-            sharded = sharding(model, step.precision)
+            sharded = sharding(model, step.setup.precision)
     recorder.count([*model.parameters(), *model.buffers()])
-    train_state = build_train_state(step.workload, model, torch.device("cpu"), step)
+    train_state = build_train_state(step.setup.workload, model, torch.device("cpu"), step.setup)
     if {*map(id, train_state.parameters)}.isdisjoint(map(id, model.parameters())):
         raise RuntimeError("the optimizer is that of another model, which a trace must not train")
     for optimizer in train_state.optimizers:

@@ -188,7 +188,7 @@ def torchtitan_step(checkouts: Path, row: Row) -> Published:
     build = partial(models.Transformer.from_model_args, config)
     workload = Workload(model=build, train_data=samples, loss=loss, optimizer=optimize, learning_rate=3e-4)
     step, gpus, gpu = published(workload, "h100-80gb", precision="fp32")
-    return replace(step, sharding=sharding, steps=(1, 1), max_grad_norm=1.0), gpus, gpu
+    return replace(step.changed(max_grad_norm=1.0), sharding=sharding, steps=(1, 1)), gpus, gpu
 
 
 def bert_step(_: Path, row: Row) -> Published:

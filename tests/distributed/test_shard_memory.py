@@ -93,15 +93,8 @@ def predicted(precision: Any) -> tuple[int, int]:
     torch.set_num_threads(1)
     workload = WORKLOADS["transformer"]()
     with fake_ranks(2) as sharding:
-        step = TracedStep(
-            workload=workload,
-            model=workload.model(),
-            batch_of=WorstCaseSampler(workload).batch,
-            precision=precision,
-            capability=None,
-            steps=STEPS,
-            sharding=lambda: nullcontext(sharding),
-        )
+        made = make_setup(workload, precision=precision)
+        step = TracedStep(setup=made, capability=None, steps=STEPS, sharding=lambda: nullcontext(sharding))
         found = peak_of(record(step, MICRO_BATCH).trace)
     assert not dist.is_initialized(), "it leaves no group"
     return found

@@ -108,7 +108,7 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
     one = traced_step(setup(deep()), capability=(8, 0))
     old = traced_step(setup(deep()), capability=(7, 0))
     assert {c.name for c in changes_of(one)} - {c.name for c in changes_of(old)} == {"bf16"}
-    wrong = replace(one, workload=replace(transformer(), loss=lambda model, ids: model(ids)))
+    wrong = one.changed(workload=replace(transformer(), loss=lambda model, ids: model(ids)))
     untraced = [Change("fused", "a fused optimizer", wrong)]
     found = helpful(footprint(one), untraced, budget_of(BUDGET, 5000))
     assert {remedy.name for remedy in found} <= {"expandable_segments"}

@@ -74,17 +74,7 @@ WORKLOADS = {
 
 
 def traced_step(
-    of: Setup, *, capability: tuple[int, int] | None = None, steps: Sequence[int] = (1, 2), **fields: Any
+    of: Setup, *, capability: tuple[int, int] | None = None, steps: Sequence[int] = (1, 2)
 ) -> TracedStep:
     """Return what traces the steps of a setup on fakes; None for the operators of the CPU."""
-    return TracedStep(
-        workload=of.workload,
-        model=of.model,
-        batch_of=of.worst_case.batch,
-        precision=of.precision,
-        capability=capability,
-        steps=steps,
-        max_grad_norm=of.max_grad_norm,
-        ema=of.ema,
-        **fields,
-    )
+    return TracedStep(setup=of, capability=capability, steps=steps)
