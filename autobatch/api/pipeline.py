@@ -36,10 +36,9 @@ from autobatch.device.allocator import new_allocator
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import agree_on_limit
 from autobatch.distributed.shared_stream import open_sampler, split_note
-from autobatch.estimates.estimator import estimate_limits
+from autobatch.estimates.estimator import estimate_limits, in_words, suggest
 from autobatch.estimates.hugging_face import estimate_named
 from autobatch.estimates.snapshots import estimate_snapshots
-from autobatch.estimates.suggestions import in_words, suggest
 from autobatch.footprint.explain import memory_curve
 from autobatch.planning import make_plan, split_over_ranks
 from autobatch.rehearsal.process import ThisProcess, open_process

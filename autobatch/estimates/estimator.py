@@ -4,22 +4,25 @@ The model is built on the meta device if its constructor allows that, so that a 
 parameters needs no memory. A rank that has a whole model is traced with the buffer in which ranks sum their
 gradients; a rank that has a part of it is traced through FSDP2 itself, as rank 0 of a process group that
 exchanges nothing. Allocations differ between GPUs that run other kernels, between ways to share a step among
-ranks, and with each change that may help. Everything else, for example the budget, is a replay.
+ranks, and with each change that may help: none is suggested by a rule of thumb. It is applied to the fake
+copy of the model as training would apply it. Everything else, for example the budget, is a replay.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from msgspec.structs import replace
 from torch import nn
 
 from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.knobs import CHECKPOINTING, COMPILE, OPTIMIZER
 from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Parallel, Remedy
 from autobatch.core.units import format_bytes
@@ -27,16 +30,22 @@ from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.oom import memory_named
 from autobatch.device.profiles import HardwareProfile
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.footprints import Footprint, Unpredictable, footprint
-from autobatch.estimates.gpus import Gpus, few
+from autobatch.estimates.gpus import Budget, Gpus, few
 from autobatch.estimates.policy import AMPERE
-from autobatch.estimates.suggestions import Change, changes_of, helpful, in_words
-from autobatch.estimates.traced_step import TracedStep
+from autobatch.estimates.traced_step import Footprint, TracedStep, Unpredictable, footprint, footprints
 from autobatch.footprint.explain import explain
 from autobatch.planning import make_plan
-from autobatch.rehearsal.setup import Setup, build_model, check_loss_of_ranks, whole_batch_notes
+from autobatch.rehearsal.setup import (
+    Setup,
+    build_model,
+    check_loss_of_ranks,
+    describe_setup,
+    whole_batch_notes,
+)
 from autobatch.report.result import Estimates
-from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
+from autobatch.step.apply_knobs import recomputable_blocks
+from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes, low_precision_parameters
+from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
@@ -44,6 +53,11 @@ from autobatch.workload.streams import scanned, stream_notes
 
 if TYPE_CHECKING:  # importing FSDP takes a second
     from autobatch.distributed.shard import Sharding
+
+EXPANDABLE = "expandable_segments", "PYTORCH_ALLOC_CONF=expandable_segments:True"
+"""Name and advice of the change that needs no trace of its own."""
+LEAST_CHANGE = 0.01
+"""Share by which the peak must fall if the micro-batch does not grow."""
 
 
 def estimate_limits(workload: Workload, options: Options) -> Estimates:
@@ -252,3 +266,88 @@ def with_remedies(
             f"{format_bytes(most.budget_bytes)}. What helps: a larger GPU{in_words(most.remedies)}"
         )
     return [*estimates[:at], most, *estimates[at + 1 :]]
+
+
+class Change(NamedTuple):
+    """A change that may let more fit."""
+
+    name: str
+    advice: str
+    """Instruction, in words."""
+    step: TracedStep
+    """The step with the change."""
+
+
+def suggest(setup: Setup) -> list[Remedy]:
+    """Return the changes that let more of a setup fit in the budget of its device; see `helpful`.
+
+    Raises:
+        AutobatchError: the step cannot be traced.
+    """
+    info = describe_setup(setup)
+    # A compiled model is traced as its module.
+    knobs = {name: value for name, value in setup.knobs.items() if name != COMPILE}
+    step = TracedStep(
+        setup=dataclasses.replace(setup, knobs=knobs),
+        capability=setup.device.compute_capability,
+        sharding=partial(nullcontext, setup.sharding),
+    )
+    device = info.device
+    budget = Budget(device.name, device.budget_bytes, device.budget_source, info.allocator, info.samples)
+    return helpful(footprint(step), [*changes_of(step)], budget)
+
+
+def helpful(plain: Footprint, changes: Sequence[Change], budget: Budget) -> list[Remedy]:
+    """Return the changes with which more fits in a budget, those that gain most first.
+
+    One that cannot be traced is left out. If nothing fits with any change, those that lower the peak are
+    returned, with a micro-batch of 0.
+    """
+    traced = zip(changes, footprints([change.step for change in changes]), strict=True)
+    tried = [
+        (change.name, change.advice, budget, found)
+        for change, found in traced
+        if isinstance(found, Footprint)
+    ]
+    if budget.config is not None and not budget.config.expandable_segments:
+        expandable = budget._replace(config=dataclasses.replace(budget.config, expandable_segments=True))
+        tried.append((*EXPANDABLE, expandable, plain))
+    asked = [partial(of.largest, step) for _, _, of, step in tried]
+    (now, peak), *largest = run_in_copies([partial(budget.largest, plain), *asked])
+    remedies = [
+        Remedy(name=name, advice=advice, micro_batch=size, peak_bytes=then)
+        for (name, advice, _, _), (size, then) in zip(tried, largest, strict=True)
+        if size > now or (size == now and then <= (1 - LEAST_CHANGE) * peak)
+    ]
+    return sorted(remedies, key=lambda remedy: (-remedy.micro_batch, remedy.peak_bytes))
+
+
+def in_words(suggestions: Sequence[Remedy] | None) -> str:
+    """Write suggestions as the end of a sentence, empty without any."""
+    effects = (
+        f"{one.advice} (not enough: a micro-batch of 1 is predicted to take "
+        f"{format_bytes(one.peak_bytes)} with it)"
+        if one.micro_batch == 0
+        else f"{one.advice} (a micro-batch of {one.micro_batch:,} is predicted to fit with it)"
+        for one in suggestions or ()
+    )
+    return "".join(f", {effect}" for effect in effects)
+
+
+def changes_of(step: TracedStep) -> Iterator[Change]:
+    """Yield the changes that need a trace of their own."""
+    setup, knobs = step.setup, step.setup.knobs
+    if knobs.get(CHECKPOINTING) != "full" and recomputable_blocks(setup.model):
+        advice = "activation checkpointing of the repeated blocks"
+        yield Change("checkpointing", advice, step.changed(knobs={**knobs, CHECKPOINTING: "full"}))
+    if setup.precision == "fp32" and (step.capability is None or step.capability >= AMPERE):
+        yield Change("bf16", "--precision bf16", step.changed(precision="bf16"))
+    if setup.gradient_dtype == "fp32" and low_precision_parameters(setup.model):
+        advice = "--gradient-dtype weights, which rounds the gradient after each micro-batch"
+        yield Change("gradient_dtype", advice, step.changed(gradient_dtype="weights"))
+    # On the CPU an optimizer updates one parameter at a time, and a fused one saves nothing.
+    if step.capability is not None and knobs.get(OPTIMIZER) != "fused":
+        made = stand_in_optimizers(setup.workload)
+        if not made or any(one.defaults.get("fused", True) in (None, False) for one in made):
+            advice = "a fused optimizer (fused=True)"
+            yield Change("fused", advice, step.changed(knobs={**knobs, OPTIMIZER: "fused"}))

@@ -21,7 +21,7 @@ from autobatch.device.allocator import Allocator, AllocatorConfig, new_allocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
 from autobatch.device.trace import replay
-from autobatch.estimates.footprints import Footprint
+from autobatch.estimates.traced_step import Footprint
 from autobatch.footprint.program import Fitting
 from autobatch.report.words import plural
 

@@ -25,8 +25,8 @@ from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAlloca
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.snapshot_file import Recording, Stack
 from autobatch.device.trace import FREE, Trace, replay
-from autobatch.estimates.footprints import MARGIN, Footprint
 from autobatch.estimates.gpus import Budget, Gpus
+from autobatch.estimates.traced_step import MARGIN, Footprint
 from autobatch.footprint.program import Polynomial, Program, block_sizes, polynomial_through
 from autobatch.planning import program_plan
 from autobatch.report.words import count, plural

@@ -29,10 +29,9 @@ from autobatch.device.cuda import unmodelled_options
 from autobatch.device.snapshot_file import OutOfMemory, Recording, read_recordings
 from autobatch.device.trace import Replay, Trace, replay
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.estimator import need, with_remedies
+from autobatch.estimates.estimator import helpful, need, with_remedies
 from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.recorded_program import RecordedProgram, by_line, differences
-from autobatch.estimates.suggestions import helpful
 from autobatch.planning import equal_parts_note
 from autobatch.report.result import Estimates
 from autobatch.report.words import plural

@@ -26,9 +26,8 @@ from autobatch.device.profiles import HardwareProfile
 from autobatch.device.trace import replay
 from autobatch.distributed.shard import ShardedModel, Sharding, fake_ranks
 from autobatch.estimates.estimator import Estimator
-from autobatch.estimates.footprints import footprint
 from autobatch.estimates.gpus import Gpus
-from autobatch.estimates.traced_step import TracedStep, record
+from autobatch.estimates.traced_step import TracedStep, footprint, record
 from autobatch.footprint.program import Fitting
 
 Row = dict[str, str]

@@ -15,8 +15,7 @@ import autobatch
 from autobatch import AutobatchError, InputError
 from autobatch.estimates import copies as copying
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.footprints import footprint
-from autobatch.estimates.traced_step import record
+from autobatch.estimates.traced_step import footprint, record
 from tests.support.probes import WIDTH, work
 from tests.support.step_workloads import setup, traced_step
 from tests.support.training import mean_loss

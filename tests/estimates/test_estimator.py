@@ -11,7 +11,7 @@ from torch import nn
 import autobatch
 from autobatch import DoesNotFitError
 from autobatch.estimates.estimator import estimate_limits
-from autobatch.estimates.footprints import Unpredictable
+from autobatch.estimates.traced_step import Unpredictable
 from tests.support.options import as_options
 from tests.support.probes import WIDTH, mlp, work
 from tests.support.step_workloads import WORKLOADS

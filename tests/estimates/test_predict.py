@@ -11,9 +11,9 @@ import torch
 from autobatch.core.units import MiB
 from autobatch.device.allocator import Allocator, AllocatorConfig
 from autobatch.device.trace import replay
-from autobatch.estimates.footprints import MARGIN, footprint
+from autobatch.estimates.estimator import Change, changes_of, helpful, suggest
 from autobatch.estimates.gpus import Budget
-from autobatch.estimates.suggestions import Change, changes_of, helpful, suggest
+from autobatch.estimates.traced_step import MARGIN, footprint
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, with_knobs
 from tests.support.step_workloads import WORKLOADS, setup, traced_step, transformer

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from autobatch import Loss, Workload
 from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import Trace, replay
-from autobatch.estimates.footprints import Unpredictable, footprint
-from autobatch.estimates.traced_step import record
+from autobatch.estimates.traced_step import Unpredictable, footprint, record
 from autobatch.rehearsal.attempt import attempt
 from tests.support.step_workloads import WORKLOADS, make, perceptron, setup, traced_step
 from tests.support.untouched import fingerprint, with_gradients
