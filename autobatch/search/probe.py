@@ -107,8 +107,8 @@ def find_largest(
             f"no multiple of {multiple:,} (--micro-batch-multiple) is a micro-batch of at most {most:,} "
             "samples: give a larger --max-micro-batch, a larger target batch or more data"
         )
-    runs = Runs(new_allocator, () if known is None else known.programs)
-    search = _Search(run, most // multiple, multiple, runs)
+    fitting = Fitting(() if known is None else known.programs, new_allocator)
+    search = _Search(run, new_allocator, most // multiple, multiple, fitting)
     search.begin(first, known)
     search.find()
     answer, attempts = search.low * multiple, search.attempts
@@ -123,17 +123,24 @@ def find_largest(
         multiple=multiple,
         source=f"saved {known.date}" if known is not None and is_confirmed else "search",
     )
-    return Limit(probe, runs.programs, runs.traces[0].get(answer))
+    return Limit(probe, search.fitting.orders, search.traces[0].get(answer))
 
 
 @dataclass
 class _Search:
-    """The state of a search. Sizes are counted in multiples."""
+    """The state of a search. Sizes are counted in multiples, but those of runs and programs in samples."""
 
     run: Callable[[int], Outcome]
+    new_allocator: Callable[[], Allocator]
     cap: int
     multiple: int
-    runs: Runs
+    fitting: Fitting
+    """The programs of the step in each order that ran: known ones, or none, until two runs of one structure
+    give others."""
+    fitted: Sequence[int] = ()
+    """The runs of one structure to which the programs were fitted; none if they were known."""
+    traces: tuple[dict[int, Trace], ...] = field(default_factory=lambda: ({}, {}))
+    """Whole traces in each order of steps, by the size of the run."""
     low: int = 0
     """The largest size that ran and fits."""
     refused: dict[int, UpperBoundBy] = field(default_factory=dict)
@@ -149,6 +156,16 @@ class _Search:
         """The least size that does not fit above the largest that does, or one above the cap."""
         return min((size for size in self.refused if size > self.low), default=self.cap + 1)
 
+    @property
+    def ran(self) -> dict[int, Attempt]:
+        """The runs that fit, by size."""
+        return {attempt.micro_batch: attempt for attempt in self.attempts if attempt.fits}
+
+    @property
+    def is_of_largest(self) -> bool:
+        """True if what is replayed was fitted to the largest run that fits, or nothing else is known."""
+        return bool(self.fitting.orders) and (not self.fitted or self.low * self.multiple in self.fitted)
+
     def begin(self, first: int, known: SavedLimit | None) -> None:
         """Run the limit that is known, or small sizes and what they say."""
         if known is not None:
@@ -157,17 +174,17 @@ class _Search:
             return
         if not self.try_size(first):
             return
-        most, runs = self.cap * self.multiple, self.runs
-        if most <= FAR * first and most <= runs.line(ROOM):
+        most = self.cap * self.multiple
+        if most <= FAR * first and most <= self.line(ROOM):
             self.try_size(most)
             return
-        self.try_size(max((self.low + 1) * self.multiple, min(SECOND, runs.line() // 2)))
+        self.try_size(max((self.low + 1) * self.multiple, min(SECOND, self.line() // 2)))
         if (replayed := self.replayed()) is not None:
             self.try_size(replayed)
             return
         for share in SHARES:  # small runs that differ say nothing about large ones
-            if not runs.is_of_largest:
-                self.try_size(share * runs.line())
+            if not self.is_of_largest:
+                self.try_size(share * self.line())
 
     def try_size(self, samples: float) -> bool:
         """Run the multiples that hold a size if it is between what fits and what does not."""
@@ -189,7 +206,7 @@ class _Search:
                 bracket = bracket.around(max(guess, bracket.low + 1))
                 size = bracket.nearest(guess)
                 bracket = bracket.after(size, self.fits(size))
-            larger = (self.replayed() or 0) // self.multiple * self.runs.is_of_largest
+            larger = (self.replayed() or 0) // self.multiple * self.is_of_largest
             is_refuted = any(larger <= size <= larger + larger // NEAR for size in self.refused)
             asked, failed = bracket.asked - 1, bracket.failed
             if larger <= self.low or is_refuted or min(asked, failed) < 1 or not self.fits(larger):
@@ -211,7 +228,7 @@ class _Search:
         if self.low == self.cap:
             return "cap"
         above = self.low + 1
-        if above not in self.refused and self.runs.refuse(self.low * self.multiple, above * self.multiple):
+        if above not in self.refused and self.replay_refuses(above):
             self.refused[above] = "replay"
         return self.refused.get(above)
 
@@ -225,7 +242,7 @@ class _Search:
                 raise outcome.error if size <= self.low else self.error
             self.refused[size] = "error"
             return False
-        self.runs.add(outcome)
+        self.learn(outcome)
         if outcome.attempt.fits:
             self.low = max(self.low, size)
         else:
@@ -237,50 +254,36 @@ class _Search:
         if self.refused.get(high) == "error" and high + 1 not in self.refused:
             return high - 1  # it bounds nothing: maybe odd sizes fail
         middle, replayed = (low + high) // 2, (self.replayed() or 0) // self.multiple
-        if self.runs.is_of_largest and low <= replayed:
+        if self.is_of_largest and low <= replayed:
             # A guess that a failed run refutes teaches nothing near that run.
             return replayed if replayed < high or high - low <= NEAR_BY else middle
-        sizes = [int(share * self.runs.line()) // self.multiple for share in (*SHARES[::-1], 1)]
+        sizes = [int(share * self.line()) // self.multiple for share in (*SHARES[::-1], 1)]
         return next((size for size in sizes if low < size < high), middle)
 
     def replayed(self) -> int | None:
         """Return the largest size that fits according to the replay, in samples; None if there is none."""
-        size = self.runs.largest(self.cap * self.multiple, self.multiple)
+        if not self.fitting.orders:
+            return None
+        size = self.fitting.largest(self.cap * self.multiple, self.multiple)
         self.predicted = self.predicted or size
         return size
 
+    def replay_refuses(self, above: int) -> bool:
+        """Return whether a replay that agrees to the byte with the largest run refuses the size above it."""
+        size, programs = self.low * self.multiple, self.fitting.orders
+        if not size or not programs:
+            return False
+        ran, said = self.ran[size], replay(programs[0].at(size), self.new_allocator())
+        agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
+        if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
+            agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
+        above *= self.multiple
+        nexts = (replay(each.at(above, since=size), self.new_allocator()) for each in programs)
+        return said.fits and agrees and not all(each.fits for each in nexts)
 
-class Runs:
-    """Runs that came to their end, and what they say of other sizes.
-
-    Programs of an earlier search count until two runs give others.
-    """
-
-    def __init__(self, new_allocator: Callable[[], Allocator], known: Sequence[Program] = ()) -> None:
-        self._new_allocator = new_allocator
-        self._fits: dict[int, Attempt] = {}
-        """Runs that fit, by size."""
-        self.traces: tuple[dict[int, Trace], ...] = ({}, {})
-        """Whole traces in each order of steps, by size."""
-        self._fitting = Fitting(known, new_allocator)
-        self._sizes: Sequence[int] = ()
-        """Sizes of the runs of one structure to which the programs were fitted; none if they were known."""
-
-    @property
-    def programs(self) -> Sequence[Program]:
-        """The programs of the step in each order that ran; empty if no two runs are alike."""
-        return self._fitting.orders
-
-    @property
-    def is_of_largest(self) -> bool:
-        """True if what is replayed was fitted to the largest run that fits, or nothing else is known."""
-        return bool(self.programs) and (not self._sizes or max(self._fits, default=0) in self._sizes)
-
-    def add(self, outcome: Outcome) -> None:
+    def learn(self, outcome: Outcome) -> None:
         """Learn from a run. One that failed is whole if it broke a rule, or failed in the other order."""
         attempt = outcome.attempt
-        if attempt.fits:
-            self._fits[attempt.micro_batch] = attempt
         is_whole = attempt.fits or attempt.phase is None
         if outcome.trace is not None and (is_whole or outcome.other is not None):
             self.traces[0][attempt.micro_batch] = outcome.trace.canonical()
@@ -289,22 +292,7 @@ class Runs:
         fitted, *others = (_fit_alike(traces) for traces in self.traces)
         if fitted is not None:
             programs = [program for program, _ in (fitted, *filter(None, others))]
-            self._sizes, self._fitting = fitted[1], Fitting(programs, self._new_allocator)
-
-    def largest(self, cap: int, multiple: int) -> int | None:
-        """Return the largest size that fits according to the replay; None if there is none."""
-        return self._fitting.largest(cap, multiple) if self.programs else None
-
-    def refuse(self, size: int, above: int) -> bool:
-        """Return whether a replay that agrees to the byte with the run of a size refuses the next one."""
-        if (ran := self._fits.get(size)) is None or not self.programs:
-            return False
-        said = replay(self.programs[0].at(size), self._new_allocator())
-        agrees = said.peak_reserved_bytes == ran.peak_reserved_bytes
-        if ran.peak_reserved_bytes is None:  # the allocator keeps nothing
-            agrees = said.peak_allocated_bytes == ran.peak_allocated_bytes
-        nexts = (replay(each.at(above, since=size), self._new_allocator()) for each in self.programs)
-        return said.fits and agrees and not all(each.fits for each in nexts)
+            self.fitted, self.fitting = fitted[1], Fitting(programs, self.new_allocator)
 
     def line(self, share: float = 1.0) -> int:
         """Return the size at which a line meets a share of the budget, `ENDLESS` if memory does not grow.
@@ -312,7 +300,7 @@ class Runs:
         It goes through the peaks of the two largest runs, or through that of a single one and the bytes that
         it held at its end.
         """
-        budget, runs = self._new_allocator().limit, sorted(self._fits.items())[-2:]
+        budget, runs = self.new_allocator().limit, sorted(self.ran.items())[-2:]
         if budget is None or not runs:
             return ENDLESS
         (less, small), (size, large) = runs[0], runs[-1]
