@@ -56,43 +56,38 @@ def run_in_copies(functions: Sequence[Callable[[], T]]) -> list[T]:
     import torch._dynamo.config
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
-    cores, answers = usable_cores(), list[tuple[T] | AutobatchError | None]()
+    cores, results, context = usable_cores(), list[T](), multiprocessing.get_context("fork")
     for first in range(0, len(functions), cores):
-        copies = list[tuple[Connection, Any]]()
+        copies = list[tuple[Callable[[], T], Connection, Any]]()
         try:
             for function in functions[first : first + cores]:
-                copies.append(_start(function))
-            answers += [_answer(connection, process) for connection, process in copies]
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_serve, args=(theirs, function))
+                start_quietly(process, is_copy=True)
+                theirs.close()
+                copies.append((function, ours, process))
+            for function, ours, process in copies:
+                answer = _answer(ours, process)
+                results.append(function() if answer is CALL_HERE else answer[0])
         finally:
-            for _, process in copies:
+            for _, _, process in copies:
                 process.kill()
                 process.join()
-    results: list[T] = []
-    for function, answer in zip(functions, answers, strict=True):
-        if isinstance(answer, AutobatchError):
-            raise answer
-        results.append(function() if answer is CALL_HERE else answer[0])
     return results
-
-
-def _start(function: Callable[[], object]) -> tuple[Connection, Any]:
-    """Start a copy of this process that calls a function."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, function))
-    start_quietly(process, is_copy=True)
-    theirs.close()
-    return ours, process
 
 
 def _answer(connection: Connection, process: Any) -> Any:
     """Receive the answer of a copy."""
     try:
-        return connection.recv() if connection.poll(STUCK_SECONDS) else CALL_HERE
+        answer = connection.recv() if connection.poll(STUCK_SECONDS) else CALL_HERE
     except EOFError:
         process.join()
-        code = process.exitcode
-        return AutobatchError(f"the process that traced the step ended without an answer (exit code {code})")
+        raise AutobatchError(
+            f"the process that traced the step ended without an answer (exit code {process.exitcode})"
+        ) from None
+    if isinstance(answer, AutobatchError):
+        raise answer
+    return answer
 
 
 def _serve(connection: Connection, function: Callable[[], object]) -> None:
