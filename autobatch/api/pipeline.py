@@ -37,7 +37,7 @@ from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import agree_on_limit
 from autobatch.distributed.shared_stream import open_sampler, split_note
 from autobatch.estimates.estimator import estimate_limits, in_words, suggest
-from autobatch.estimates.hugging_face import estimate_named
+from autobatch.estimates.hugging_face import open_named
 from autobatch.estimates.snapshots import estimate_snapshots
 from autobatch.footprint.explain import memory_curve
 from autobatch.planning import make_plan, split_over_ranks
@@ -267,7 +267,9 @@ def run_estimate(workload: WorkloadSource, options: Options) -> Estimates:
     if options.snapshot:
         return estimate_snapshots(options)
     if is_named_model(workload):
-        return estimate_named(workload, options)
+        named, about = open_named(workload, options)
+        found = estimate_limits(named, options)
+        return msgspec.structs.replace(found, notes=[about, *found.notes])
     own = [name for name, field in fields_of("estimate").items() if field.group == "model"]
     refuse(options, own, f"only autobatch estimate {NAMED_MODEL}NAME takes that, and a workload is code")
     return estimate_limits(find_workload(workload, options.seed), options)

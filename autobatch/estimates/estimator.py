@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -103,14 +103,13 @@ class Estimator:
 
     def estimates(self) -> Estimates:
         """Predict for each GPU; for a single one, or if none suffices, also predict what would help."""
-        gpus, setup = self._gpus, self._setup
-        found = with_remedies(self.limits(), gpus, self._remedies)
+        setup, limits = self._setup, self.limits()
         reasons: dict[str | None, list[str]] = {}
-        for estimate in found:
+        for estimate in limits:
             reasons.setdefault(estimate.parallel_reason, []).append(estimate.profile)
-        notes = [f"{few(names)}: {reason}" for reason, names in reasons.items() if reason]
-        notes += [
-            *gpus.notes(found),
+        notes = [
+            *(f"{few(names)}: {reason}" for reason, names in reasons.items() if reason),
+            *self._gpus.notes(limits),
             *stream_notes(setup.workload.train_data),
             *setup.worst_case.notes,
             *self._build_notes,
@@ -118,8 +117,7 @@ class Estimator:
             *gradient_sum_notes(setup.model, setup.gradient_dtype),
             *(note for step in self._known.values() for note in step.notes),
         ]
-        ordered = found if gpus.are_named else sorted(found, key=need)
-        return Estimates(estimates=ordered, notes=list(dict.fromkeys(notes)))
+        return with_remedies(limits, notes, self._gpus, self._remedies)
 
     def limits(self) -> list[Estimate]:
         """Predict what fits on each GPU that was asked about."""
@@ -237,35 +235,38 @@ def on_meta(workload: Workload) -> tuple[nn.Module, list[str]]:
     ]
 
 
-def need(estimate: Estimate) -> tuple[bool, int, int]:
-    """Return what to sort by: GPUs that need the fewest micro-batches come first, small ones before large."""
-    steps = 0 if estimate.plan is None else estimate.plan.accumulation_steps
-    return not estimate.fits, steps, estimate.budget_bytes
-
-
 def with_remedies(
-    estimates: Sequence[Estimate], gpus: Gpus, remedies: Callable[[HardwareProfile], list[Remedy]]
-) -> list[Estimate]:
-    """Add what would help to the only estimate, or to that of the largest GPU if nothing fits on any.
+    estimates: Sequence[Estimate],
+    notes: Iterable[str],
+    gpus: Gpus,
+    remedies: Callable[[HardwareProfile], list[Remedy]],
+) -> Estimates:
+    """Return estimates with what would help on the only GPU, or on the largest if nothing fits on any.
+
+    If all GPUs are asked about, those that need the fewest micro-batches come first, small ones before large.
 
     Raises:
         DoesNotFitError: nothing fits on any; says where the memory of the largest goes, and what helps.
     """
-    fits = any(estimate.fits for estimate in estimates)
-    if fits and len(estimates) > 1:
-        return [*estimates]
-    at = max(range(len(estimates)), key=lambda number: estimates[number].budget_bytes)
-    most = replace(estimates[at], remedies=remedies(gpus.asked[at]))
+    found = [*estimates]
+    fits = any(estimate.fits for estimate in found)
+    if not fits or len(found) == 1:
+        at = max(range(len(found)), key=lambda number: found[number].budget_bytes)
+        found[at] = most = replace(found[at], remedies=remedies(gpus.asked[at]))
     if not fits:
-        names = ", ".join(estimate.profile for estimate in estimates)
-        where_not = f"not to fit on {names}" if len(estimates) == 1 else f"to fit on none of {names}"
+        names = ", ".join(estimate.profile for estimate in found)
+        where_not = f"not to fit on {names}" if len(found) == 1 else f"to fit on none of {names}"
         where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
         raise DoesNotFitError(
             f"a micro-batch of {max(1, most.micro_batch)} is predicted {where_not}: it takes "
             f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has a budget of "
             f"{format_bytes(most.budget_bytes)}. What helps: a larger GPU{in_words(most.remedies)}"
         )
-    return [*estimates[:at], most, *estimates[at + 1 :]]
+    if not gpus.are_named:
+        found.sort(
+            key=lambda one: (not one.fits, one.plan.accumulation_steps if one.plan else 0, one.budget_bytes)
+        )
+    return Estimates(estimates=found, notes=list(dict.fromkeys(notes)))
 
 
 class Change(NamedTuple):

@@ -13,15 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.text import LONGEST_VALUE, cut, error_text, one_line, printable, quoted
-from autobatch.estimates.estimator import estimate_limits
-from autobatch.report.result import Estimates
 from autobatch.workload.contract import Workload
 from autobatch.workload.reference import NAMED_MODEL
 
@@ -50,18 +47,6 @@ INPUTS = {TEXT: "input_ids", CLASSES: "input_ids", IMAGES: "pixel_values", SPEEC
 """First input of a model, by the kind of its samples."""
 OWN_HEADS = ("ForMaskedLM", "ForCausalLM", "ForImageClassification")
 """Heads to train a model with whose config names none, the first that transformers has for it."""
-
-
-def estimate_named(reference: str, options: Options) -> Estimates:
-    """Predict what fits of ``hf:`` and a folder with a ``config.json``, or a name on the Hugging Face hub.
-
-    Raises:
-        InputError: there is no such model, its kind is unknown, or it takes no sequence like that.
-        DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
-    """
-    workload, about = open_named(reference, options)
-    found = estimate_limits(workload, options)
-    return msgspec.structs.replace(found, notes=[about, *found.notes])
 
 
 def open_named(reference: str, asked: Options) -> tuple[Workload, str]:

@@ -29,7 +29,7 @@ from autobatch.device.cuda import unmodelled_options
 from autobatch.device.snapshot_file import OutOfMemory, Recording, read_recordings
 from autobatch.device.trace import Replay, Trace, replay
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.estimator import helpful, need, with_remedies
+from autobatch.estimates.estimator import helpful, with_remedies
 from autobatch.estimates.gpus import Gpus
 from autobatch.estimates.recorded_program import RecordedProgram, by_line, differences
 from autobatch.planning import equal_parts_note
@@ -59,17 +59,14 @@ def estimate_snapshots(options: Options) -> Estimates:
     recordings, notes = _read(options.snapshot)
     program = RecordedProgram(recordings, options, gpus)
     found = run_in_copies([partial(program.estimate, gpu) for gpu in gpus.asked])
-    found = with_remedies(found, gpus, lambda gpu: helpful(program.step, [], program.budget(gpu)))
+    seconds = time.perf_counter() - start
+    found = [msgspec.structs.replace(estimate, seconds=seconds) for estimate in found]
     notes += program.notes
     for estimate in found:
         note = estimate.plan and equal_parts_note(estimate.plan, estimate.micro_batch)
         notes += [f"{estimate.profile}: {note}"] if note else []
     notes += gpus.notes(found)
-    if not gpus.are_named:
-        found.sort(key=need)
-    seconds = time.perf_counter() - start
-    found = [msgspec.structs.replace(estimate, seconds=seconds) for estimate in found]
-    return Estimates(estimates=found, notes=[*dict.fromkeys(notes)])
+    return with_remedies(found, notes, gpus, lambda gpu: helpful(program.step, [], program.budget(gpu)))
 
 
 def _read(snapshots: Sequence[str]) -> tuple[dict[int, Recording], list[str]]:

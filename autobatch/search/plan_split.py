@@ -58,15 +58,9 @@ def choose_split(
             "--split size needs the sizes of all samples, which those of a stream are not, and autobatch fit "
             "for several ranks: use --split count"
         )
-    # Above an error for another reason than memory, no micro-batch runs.
-    cap = probe.micro_batch if probe.upper_bound_by == "error" else plan.target_batch
-    is_probed = probe.precision in (None, plan.precision) and not plan.knobs
-    # The split by size is checked against batches of the run on its own.
-    alone = probe.micro_batch_alone or probe.micro_batch
-    limits = alone if is_probed else plan.micro_batch, min(cap, options.max_micro_batch or cap)
     cut: SizeCut | None
     try:
-        cut, saved = process.call("the choice of the split", _choose, plan, options, limits, check)
+        cut, saved = process.call("the choice of the split", _choose, plan, probe, options, check)
         note = f"by the sizes of their samples: about {saved:.0%} less to compute, if collate pads"
     except Exception as error:
         reason = str(error) if isinstance(error, AutobatchError) else describe(error)
@@ -78,16 +72,14 @@ def choose_split(
     return plan, f"batches are split {note}"
 
 
-def _choose(
-    setup: Setup, plan: Plan, options: Options, limits: tuple[int, int], check: Check
-) -> tuple[SizeCut, float]:
+def _choose(setup: Setup, plan: Plan, probe: Probe, options: Options, check: Check) -> tuple[SizeCut, float]:
     """Return the split by size, and the share of the computing that it saves.
 
     Args:
         setup: stays unchanged.
         plan: the split by count.
-        options: the split that was asked for, and the seed of the order of the data.
-        limits: the largest micro-batches of the longest samples and of any.
+        probe: the largest micro-batch of the longest samples.
+        options: the split that was asked for, the cap, and the seed of the order of the data.
         check: see `Check`.
 
     Raises:
@@ -103,7 +95,13 @@ def _choose(
         raise InputError("all samples have one size")
     if plan.multiple > 1:
         raise InputError(f"micro-batches must be multiples of {plan.multiple}")
-    limit, cap = min(limits), limits[1]
+    # Above an error for another reason than memory, no micro-batch runs.
+    cap = probe.micro_batch if probe.upper_bound_by == "error" else plan.target_batch
+    cap = min(cap, options.max_micro_batch or cap)
+    is_probed = probe.precision in (None, plan.precision) and not plan.knobs
+    # The split by size is checked against batches of the run on its own.
+    alone = probe.micro_batch_alone or probe.micro_batch
+    limit = min(alone if is_probed else plan.micro_batch, cap)
     _check_results(setup, sizes, limit, check)
     if hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off":
         raise InputError("a compiled model compiles anew for most micro-batches of other shapes")

@@ -42,7 +42,6 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Trial, Tuning
 from autobatch.device.host import usable_cores
 from autobatch.distributed.ranks import Ranks
-from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.report.words import knobs_in_words
@@ -236,8 +235,8 @@ class Tuner:
         workers = self.process.info.workers if asked is None else asked
         trials = Trials(process=self.process, plan=plan, workers=workers)
         tuning = self.ranks.once(lambda: self._search(trials).find())
-        confirmed = self.ranks.gather(trials.confirm(tuning.changes)) if tuning.changes else []
-        if failures := [answer for answer in confirmed if isinstance(answer, str)]:
+        refusals = self.ranks.gather(trials.refusal(tuning.changes)) if tuning.changes else []
+        if failures := [reason for reason in refusals if reason is not None]:
             tuning = replace(
                 tuning,
                 best={},
@@ -251,7 +250,7 @@ class Tuner:
         self.progress.tuned(tuning)
         if not tuning.changes:
             return plan, tuning
-        sizes = micro_batches(sum(plan.micro_batches), min(map(int, confirmed)), plan.multiple)
+        sizes = trials.sizes(tuning.changes)
         plan = replace(
             plan,
             micro_batch=sizes[0],

@@ -25,7 +25,7 @@ from autobatch.core.knobs import COMPILE, LOADER_WORKERS, SPLIT, Configuration
 from autobatch.core.records import Plan
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess
 from autobatch.rehearsal.rehearsal import Batch, Step, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup, with_knobs
@@ -113,14 +113,13 @@ class Trials:
         call = self.process, time_steps, values, not values, sizes, self.workers or 0
         return sum(sizes) / float(call_with(*call))
 
-    def confirm(self, values: Configuration) -> int | str:
-        """Return the micro-batch of a configuration that runs within the budget, else the reason."""
-        size = self.sizes(values)[0]
+    def refusal(self, values: Configuration) -> str | None:
+        """Return the reason why a configuration does not run within the budget; None if it does."""
         try:
-            ran = call_with(self.process, attempt, values, False, size).attempt
+            attempted: Outcome = call_with(self.process, attempt, values, False, self.sizes(values)[0])
         except Infeasible as reason:
             return str(reason)
-        return size if ran.fits else str(ran.reason)
+        return attempted.attempt.reason
 
     def sizes(self, values: Configuration) -> list[int]:
         """Return the micro-batches of a step: at most that of the plan, halved as a configuration says."""

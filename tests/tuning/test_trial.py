@@ -88,4 +88,5 @@ def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasibl
 
 def test_the_micro_batch_is_the_even_split_halved() -> None:
     trials = make_trials(trial_setup(), limit=6)
-    assert [trials.confirm({"micro_batch_shift": shift}) for shift in range(4)] == [6, 3, 1, 1]
+    assert [trials.sizes({"micro_batch_shift": shift})[0] for shift in range(4)] == [6, 3, 1, 1]
+    assert trials.refusal({"micro_batch_shift": 1}) is None
