@@ -145,7 +145,6 @@ class Replay(NamedTuple):
     peak_reserved_bytes: int | None
     peak_at: int
     """Index of the event after which most bytes were allocated."""
-    peak_phase: str | None
 
 
 def replay(trace: Trace, allocator: Allocator) -> Replay:
@@ -174,5 +173,4 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         peak_at=peak_at,
-        peak_phase=trace.phase_at(peak_at),
     )

@@ -111,7 +111,7 @@ def explain(trace: Trace) -> Explanation:
             by_module[part or "(the model itself)"] += size
     return Explanation(
         peak_bytes=outcome.peak_allocated_bytes,
-        phase=outcome.peak_phase or "setup",
+        phase=trace.phase_at(outcome.peak_at) or "setup",
         by_kind=dict(by_kind.most_common()),
         by_module=dict(by_module.most_common()),
     )
