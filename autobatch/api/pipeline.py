@@ -174,7 +174,7 @@ def _plan(run: Run, most: int) -> Plan:
         learning_rate=info.learning_rate,
         base_batch=options.base_batch or info.base_batch,
         rule=options.lr_rule,
-        precision=info.precision,
+        precision=options.precision,
         gradient_dtype=info.gradient_dtype,
     )
 
@@ -434,7 +434,7 @@ def _open_to_train(run: Run, workload: Workload, shards: int | None) -> Setup:
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     run.progress.doing(OPENING)
     role = Role(world=run.ranks.world, shards=shards, rank=run.ranks.rank)
-    return open_setup(workload, run.options, role, is_demo=run.workload is None)
+    return open_setup(workload, run.options, role)
 
 
 def _sampler_of(run: Run, setup: Setup) -> GlobalBatchSampler:

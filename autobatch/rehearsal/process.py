@@ -81,14 +81,13 @@ class ChildProcess:
 
     Args:
         is_copy: copy this process, which has imported torch and done nothing with it; see `may_copy`.
-        oom_kills: counts the processes that the host has killed because it ran out of memory.
     """
 
     info: SetupInfo
     """Description of the setup that is open."""
 
-    def __init__(self, *, is_copy: bool = False, oom_kills: Callable[[], int] = count_oom_kills) -> None:
-        self._is_copy, self._oom_kills = is_copy, oom_kills
+    def __init__(self, *, is_copy: bool = False) -> None:
+        self._is_copy = is_copy
         self._process: Any = None
         self._opened: tuple[str | None, Options, Role] | None = None
         self._is_lost = False
@@ -147,7 +146,7 @@ class ChildProcess:
 
     def _answer(self, when: str, function: object, args: object, more: object = None) -> Any:
         """Have a function called, and wait for its answer. Ctrl-C ends the wait, and the child ignores it."""
-        kills = self._oom_kills()
+        kills = count_oom_kills()
         self._is_lost = True  # until it has answered
         try:
             with suppress(BrokenPipeError):  # the wait tells why
@@ -165,7 +164,7 @@ class ChildProcess:
         raise ChildCrashed(
             f"the child process ended {when} ({how}). Its last output: {_last_lines(self._log)}"
             f"{advice if is_killed else ''}",
-            out_of_memory=is_killed and self._oom_kills() > kills,
+            out_of_memory=is_killed and count_oom_kills() > kills,
         )
 
     def _stop(self, patience: float) -> int:
@@ -224,7 +223,7 @@ def _open(workload: WorkloadSource, options: Options, role: Role) -> Setup:
     from autobatch.rehearsal.setup import open_setup
     from autobatch.workload.reference import find_workload
 
-    return open_setup(find_workload(workload, options.seed), options, role, is_demo=workload is None)
+    return open_setup(find_workload(workload, options.seed), options, role)
 
 
 def _last_lines(log: IO[bytes]) -> str:

@@ -26,10 +26,10 @@ from autobatch.device.select import device_kind, open_device
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.step.train_state import StepSettings
+from autobatch.workload import demo
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import DataDigest, digest_data
-from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import epoch_of
 from autobatch.workload.rng import preserved_random_state, seeded
@@ -89,7 +89,6 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Loader processes that the workload asks for; None if it does not."""
     learning_rate: float
     base_batch: int | None
-    precision: Precision
     gradient_dtype: GradientDtype = "fp32"
     model_bytes: int = 0
     """Bytes of the parameters that are trained."""
@@ -117,8 +116,6 @@ def open_setup(
     workload: Workload,
     options: Options,
     role: Role = Role(),
-    *,
-    is_demo: bool = False,
 ) -> Setup:
     """Open the device and build the model. Random states stay, and no sample is read yet.
 
@@ -126,15 +123,14 @@ def open_setup(
         workload: what to train.
         options: options of the run.
         role: part of this process among the ranks.
-        is_demo: the workload is the embedded demo, which has its own default budget.
 
     Raises:
         InputError: the device, the budget or the model is invalid, or ranks cannot train the loss.
     """
     check_loss_of_ranks(workload, role.world)
     budget = options.memory_budget
-    if budget is None and is_demo:
-        budget = MEMORY_BUDGET.get(device_kind(options.device))
+    if budget is None and workload.model is demo.network:
+        budget = demo.MEMORY_BUDGET.get(device_kind(options.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = scanned(workload)
     device = open_device(options.device, memory_budget=budget, environ=os.environ)
@@ -179,12 +175,8 @@ def build_model(workload: Workload) -> nn.Module:
         model = workload.model()
         if not isinstance(model, nn.Module):
             raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        raise InputError(
-            f"{lazy[0]} of the model has no shape before its first forward pass (a lazy module). Run it once "
-            "on a sample in Workload(model=…)"
-        )
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+        raise InputError("the model has a lazy module: run it once on a sample in Workload(model=…)")
     # Modules that the user has put in eval mode stay so. A whole model in eval mode is as a library loads it.
     if not any(module.training for module in model.modules()):
         model.train()
@@ -241,7 +233,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
         workers=workload.workers,
         learning_rate=workload.learning_rate,
         base_batch=workload.base_batch,
-        precision=setup.precision,
         gradient_dtype=setup.gradient_dtype,
         model_bytes=sum(p.nbytes for p in setup.model.parameters() if p.requires_grad),
         batch_norms=tuple(layer.momentum for layer in setup.model.modules() if isinstance(layer, _BatchNorm)),
