@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -208,8 +208,6 @@ class CudaDevice(Device):
                 "its compute mode with nvidia-smi, or choose another GPU with --device cuda:N"
             ) from error
         after = nvml.read_gpu(self._uuid)
-        self._held_bytes: int | None = None
-        """What the process held when the session began; None outside of sessions."""
         self.torch_device = torch.device("cuda", index)
         self.compute_capability = (gpu.major, gpu.minor)
         self._context_bytes = max(0, _used(after) - _used(before))
@@ -231,12 +229,11 @@ class CudaDevice(Device):
 
     @property
     def allocator_config(self) -> AllocatorConfig:
-        """Settings of torch's allocator in a session."""
-        held_bytes = self._held_bytes
+        """Settings of torch's allocator in a session that begins now."""
         return AllocatorConfig(
             expandable_segments="expandable_segments:true" in allocator_options(os.environ),
             falls=self._falls,
-            held_bytes=torch.cuda.memory_allocated(self._index) if held_bytes is None else held_bytes,
+            held_bytes=torch.cuda.memory_allocated(self._index),
         )
 
     def native_precisions(self) -> tuple[Precision, ...]:
@@ -260,18 +257,29 @@ class CudaDevice(Device):
         )
 
     @contextmanager
-    def enforced(self) -> Iterator[CudaMeter]:
-        """Cap the allocator at the budget within the block, which starts with an empty cache."""
-        # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
-        free_workspaces()
-        self.release()
-        with self._session(waits=True, records=not self._unmodelled) as meter:
-            yield meter
-        free_workspaces()
-
-    def training(self) -> AbstractContextManager[CudaMeter]:
-        """Cap the allocator at the budget within the block, and keep its cache."""
-        return self._session(waits=False, records=False)
+    def session(self, *, is_probe: bool) -> Iterator[CudaMeter]:
+        """Cap the allocator at the budget within the block."""
+        if is_probe:
+            # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
+            free_workspaces()
+            self.release()
+        records = is_probe and not self._unmodelled
+        before = torch.cuda.get_per_process_memory_fraction(self._index)
+        try:
+            self._cap(self.budget_bytes)
+            if records:
+                # Without stacks, which cost more than the events.
+                torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
+            # Code of the user and Triton's kernels run on the current GPU, and events record its stream.
+            with torch.cuda.device(self._index):
+                yield CudaMeter(self._index, waits=is_probe, records=records)
+        finally:
+            with suppress(torch.AcceleratorError):  # a lost context has raised its error already
+                if records:
+                    torch.cuda.memory._record_memory_history(enabled=None)
+                self._cap(round(before * self._total_bytes))
+        if is_probe:
+            free_workspaces()
 
     def budgeted(self, budget_bytes: int) -> CudaDevice:
         """Return the same GPU with the budget of a probe, or with as much of it as is free.
@@ -305,26 +313,6 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         """Wait until the GPU has finished its work."""
         torch.cuda.synchronize(self._index)
-
-    @contextmanager
-    def _session(self, *, waits: bool, records: bool) -> Iterator[CudaMeter]:
-        """Cap the allocator at the budget within the block, and record its events if asked for."""
-        held, self._held_bytes = self._held_bytes, torch.cuda.memory_allocated(self._index)
-        before = torch.cuda.get_per_process_memory_fraction(self._index)
-        try:
-            self._cap(self.budget_bytes)
-            if records:
-                # Without stacks, which cost more than the events.
-                torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
-            # Code of the user and Triton's kernels run on the current GPU, and events record its stream.
-            with torch.cuda.device(self._index):
-                yield CudaMeter(self._index, waits=waits, records=records)
-        finally:
-            self._held_bytes = held
-            with suppress(torch.AcceleratorError):  # a lost context has raised its error already
-                if records:
-                    torch.cuda.memory._record_memory_history(enabled=None)
-                self._cap(round(before * self._total_bytes))
 
     def _cap(self, limit_bytes: int) -> None:
         """Cap the allocator at the smallest fraction of the memory that allows so many bytes."""

@@ -94,7 +94,7 @@ def rehearse(
         Exception: whatever the workload raises, except out of memory.
     """
     rehearsal, device, current, is_lost = Rehearsal(), setup.device, "setup", False
-    with preserved_random_state(), device.enforced() if within_budget else device.training() as meter:
+    with preserved_random_state(), device.session(is_probe=within_budget) as meter:
 
         def mark(phase: str) -> None:
             nonlocal current

@@ -430,7 +430,7 @@ def open_loop(
         device=device.torch_device,
         seeds_samples=sample_seeds,
     )
-    with device.training() as meter, closing(feed):
+    with device.session(is_probe=False) as meter, closing(feed):
         seed_everything(options.seed)
         train_state = _open_train_state(setup, plan, meter, ranks)
 

@@ -52,7 +52,7 @@ def start_of_sessions() -> dict[str, list[int]]:
     """Return what the allocator holds as each of three sessions starts; 0 is right."""
     device, found = open_gpu(4 * GiB), []
     for _ in range(3):
-        with device.enforced() as meter:
+        with device.session(is_probe=True) as meter:
             found.append(meter.stats().reserved_bytes or 0)
             x = torch.randn(64, 64, device=GPU, requires_grad=True)
             (x @ x).sum().backward()
@@ -63,7 +63,7 @@ def start_of_sessions() -> dict[str, list[int]]:
 def cap() -> dict[str, Any]:
     """Fill the budget in fiftieths: it holds all and never more."""
     device, held = open_gpu(5000 * MiB), []
-    with device.enforced() as meter:
+    with device.session(is_probe=True) as meter:
         with contextlib.suppress(torch.OutOfMemoryError):
             while len(held) < 1000:
                 size = device.budget_bytes // 50

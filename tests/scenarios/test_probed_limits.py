@@ -72,7 +72,7 @@ def survives(setup: Setup, size: int, steps: int, *, holds_batch: bool = False) 
     generator = torch.Generator().manual_seed(0)
     data, workload = setup.workload.train_data, setup.workload
     collate = workload.collate or torch.utils.data.default_collate
-    with setup.device.enforced() as meter:
+    with setup.device.session(is_probe=True) as meter:
         model = workload.model()
         optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
         try:
