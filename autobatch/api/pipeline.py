@@ -32,7 +32,6 @@ from autobatch.core.options import Options, fields_of, refuse
 from autobatch.core.records import Plan, Remedy, Tuning
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
-from autobatch.device.allocator import new_allocator
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import agree_on_limit
 from autobatch.distributed.shared_stream import open_sampler, split_note
@@ -155,7 +154,7 @@ def plan(run: Run) -> None:
     if trace is not None and trace.marks:
         attempts = run.limit.probe.attempts
         ran = max((attempt.micro_batch for attempt in attempts if attempt.fits), default=1)
-        curve = memory_curve(trace, ran, new_allocator(info.allocator, None))
+        curve = memory_curve(trace, ran, info.new_allocator(None))
     # A training says it of its own batches.
     says_all = run.options.command == "plan"
     notes = statistics_notes(info.batch_norms, planned.micro_batches) if says_all else []

@@ -19,7 +19,7 @@ from torch import nn
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
-from autobatch.device.allocator import AllocatorConfig, MemoryStats
+from autobatch.device.allocator import Allocator, MemoryStats, NewAllocator
 
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
@@ -123,9 +123,9 @@ class Device(ABC):
         self._name, self._total_bytes, self._notes = name, total_bytes, notes
 
     @property
-    def allocator_config(self) -> AllocatorConfig | None:
-        """Settings of its caching allocator; None if it caches nothing."""
-        return None
+    def new_allocator(self) -> NewAllocator:
+        """A function that models its allocator: `Allocator` itself if it caches nothing."""
+        return Allocator
 
     def native_precisions(self) -> tuple[Precision, ...]:
         """Return the precisions that it computes in without emulation, the fastest first on a GPU.

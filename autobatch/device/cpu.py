@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from autobatch.core.errors import InputError
 from autobatch.core.units import parse_budget
-from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
+from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
 from autobatch.device.host import HostMemory, cpu_name
 from autobatch.device.profiles import HardwareProfile
@@ -82,7 +82,7 @@ class SimulatedDevice(Device):
 
     kind = "sim"
     compiler_missing = "torch compiles nothing while the memory of a simulated GPU is counted"
-    allocator_config = AllocatorConfig()
+    new_allocator = CachingAllocator
 
     def __init__(self, profile: HardwareProfile, memory_budget: str | int | None = None) -> None:
         budget = resolve_budget(
@@ -103,7 +103,7 @@ class SimulatedDevice(Device):
     @contextmanager
     def session(self, *, is_probe: bool) -> Iterator[StorageTracker]:
         """Raise ``torch.OutOfMemoryError`` over the budget within the block."""
-        outer, self._session = self._session, CachingAllocator(self.budget_bytes, self.allocator_config)
+        outer, self._session = self._session, CachingAllocator(self.budget_bytes)
         try:
             with StorageTracker(self._session, name="CUDA", record=is_probe) as tracker:
                 yield tracker

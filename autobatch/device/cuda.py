@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +27,7 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes
 from autobatch.device import nvml
-from autobatch.device.allocator import AllocatorConfig, MemoryStats
+from autobatch.device.allocator import CachingAllocator, MemoryStats, NewAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
 from autobatch.device.oom import first_line, is_oom
 from autobatch.device.trace import Trace, trace_of
@@ -228,10 +229,11 @@ class CudaDevice(Device):
         super().__init__(budget, name=gpu.name, total_bytes=gpu.total_memory, notes=notes)
 
     @property
-    def allocator_config(self) -> AllocatorConfig:
-        """Settings of torch's allocator in a session that begins now."""
-        return AllocatorConfig(
-            expandable_segments="expandable_segments:true" in allocator_options(os.environ),
+    def new_allocator(self) -> NewAllocator:
+        """A function that models torch's allocator in a session that begins now."""
+        return partial(
+            CachingAllocator,
+            expandable="expandable_segments:true" in allocator_options(os.environ),
             falls=self._falls,
             held_bytes=torch.cuda.memory_allocated(self._index),
         )

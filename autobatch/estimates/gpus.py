@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.records import Estimate, Precision
 from autobatch.core.text import listed
 from autobatch.core.units import GiB, KiB, format_bytes
-from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
+from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
 from autobatch.device.trace import replay
@@ -137,7 +137,7 @@ class Gpus:
     def spending(self, gpu: HardwareProfile) -> Spending:
         """Return the budget of a GPU, and the largest micro-batch to try."""
         held = workspace_bytes(gpu.compute_capability)
-        allocator = partial(gpu_allocator, held_bytes=held)
+        allocator = partial(CachingAllocator, held_bytes=held)
         return Spending(self.budget(gpu)[0], allocator, self.cap, held_bytes=held)
 
     def notes(self, estimates: Sequence[Estimate]) -> list[str]:
@@ -157,12 +157,6 @@ class Gpus:
 def few(names: Sequence[str]) -> str:
     """Name a few GPUs, or count many."""
     return listed(names) if len(names) <= MOST_NAMED else plural(len(names), "GPU")
-
-
-def gpu_allocator(limit: int | None, expandable: bool = False, **settings: Any) -> CachingAllocator:
-    """Return a model of a GPU's allocator with these settings; see `AllocatorConfig`."""
-    config = AllocatorConfig(expandable_segments=expandable, **settings)
-    return CachingAllocator(limit, config)
 
 
 def workspace_bytes(capability: tuple[int, int]) -> int:

@@ -25,7 +25,7 @@ from autobatch.core.options import Options, refuse
 from autobatch.core.records import Estimate, Recorded, Refusal
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
+from autobatch.device.allocator import Allocator, CachingAllocator, segment_bytes
 from autobatch.device.cuda import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
@@ -33,7 +33,7 @@ from autobatch.device.trace import Replay, Trace, replay
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import need, with_remedies
 from autobatch.estimates.footprints import MARGIN, Footprint
-from autobatch.estimates.gpus import Gpus, Spending, gpu_allocator
+from autobatch.estimates.gpus import Gpus, Spending
 from autobatch.estimates.suggestions import helpful
 from autobatch.footprint.alignment import Aligned, Apart, Sized, align
 from autobatch.planning import equal_parts_note, program_plan
@@ -138,7 +138,7 @@ def _explained(path: Path, gpus: Gpus) -> Estimates:
     ran = whole if refused is None else replace(whole, events=whole.events[:-1])
 
     def replayed(trace: Trace, *, expandable: bool = recording.is_expandable) -> Replay:
-        return replay(trace, gpu_allocator(None, expandable))
+        return replay(trace, CachingAllocator(None, expandable))
 
     held, peak = replayed(ran), recording.peak_reserved_bytes
     notes += _differences(peak, held.peak_reserved_bytes or 0, str(path))
@@ -163,7 +163,7 @@ def _explained(path: Path, gpus: Gpus) -> Estimates:
 def _refusal(refused: OutOfMemory, allocated: int) -> Refusal:
     """Return why a request was refused, with what was allocated then."""
     unused = refused.reserved - allocated
-    is_limited = AllocatorConfig().segment_bytes(refused.asked) <= refused.free
+    is_limited = segment_bytes(refused.asked) <= refused.free
     is_enough = refused.asked <= unused + refused.free
     reason: Literal["fragmented", "limited", "full"] = "fragmented" if is_enough else "full"
     if is_limited and refused.asked > unused:
@@ -213,7 +213,7 @@ class _Program(NamedTuple):
         """
         (program, unpaired), (size, last) = _aligned(recordings), max(recordings.items())
         trace = program.at(size)
-        outcome = replay(trace, gpu_allocator(None, last.is_expandable))
+        outcome = replay(trace, CachingAllocator(None, last.is_expandable))
         reserved = outcome.peak_reserved_bytes or 0
         live = trace.live_after(outcome.peak_at)
         apart = sum(live[block] for block in unpaired & live.keys())
@@ -246,7 +246,7 @@ class _Program(NamedTuple):
         grows = self.recording.is_expandable
 
         def allocator(limit: int | None, expandable: bool) -> CachingAllocator:
-            return gpu_allocator(limit, expandable or grows)
+            return CachingAllocator(limit, expandable or grows)
 
         return Spending(self.gpus.budget(gpu)[0], allocator, self.gpus.cap, can_expand=not grows)
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import CHECKPOINTING, COMPILE, OPTIMIZER
 from autobatch.core.records import Remedy
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator import Allocator, new_allocator
+from autobatch.device.allocator import Allocator
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.footprints import Footprint, footprint, footprints
 from autobatch.estimates.gpus import Spending
@@ -67,14 +67,13 @@ def suggest(setup: Setup) -> list[Remedy]:
         # A compiled model is traced as its module.
         knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
     )
+    new_allocator: Any = info.new_allocator
 
-    config = info.allocator
+    def allocator(limit: int | None, expandable: bool) -> Allocator:
+        made: Allocator = new_allocator(limit, expandable=True) if expandable else new_allocator(limit)
+        return made
 
-    def allocator(limit: int | None, is_expandable: bool) -> Allocator:
-        changed = replace(config, expandable_segments=True) if config and is_expandable else config
-        return new_allocator(changed, limit)
-
-    can_expand = config is not None and not config.expandable_segments
+    can_expand = new_allocator(None).is_expandable is False
     spending = Spending(info.device.budget_bytes, allocator, info.samples, can_expand)
     return helpful(footprint(step), [*changes_of(step)], spending)
 

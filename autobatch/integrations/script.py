@@ -35,7 +35,6 @@ from autobatch.device.oom import is_below_budget
 from autobatch.device.select import open_device
 from autobatch.device.snapshot_file import Recording, read_recordings
 from autobatch.estimates.copies import run_in_copies
-from autobatch.estimates.gpus import gpu_allocator
 from autobatch.integrations.recorder.autobatch_recorder import recorded
 from autobatch.planning import equal_parts_note, program_plan
 from autobatch.rehearsal.attempt import Outcome
@@ -170,7 +169,7 @@ class Runner:
         known = self.recording
         falls = TAKES_LOWEST and known is not None and known.falls
         is_expandable = known is not None and known.is_expandable
-        return gpu_allocator(self.device.budget_bytes, is_expandable, falls=falls)
+        return CachingAllocator(self.device.budget_bytes, is_expandable, falls=falls)
 
 
 def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:

@@ -18,7 +18,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.knobs import PRECISION, Value
 from autobatch.core.options import Options
 from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
-from autobatch.device.allocator import AllocatorConfig
+from autobatch.device.allocator import NewAllocator
 from autobatch.device.base import Device
 from autobatch.device.cuda import allocator_options
 from autobatch.device.oom import memory_named
@@ -95,8 +95,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     batch_norms: tuple[float | None, ...] = ()
     """Momentum of each BatchNorm layer."""
     name: str
-    allocator: AllocatorConfig | None = None
-    """Settings of the device's caching allocator; None if it caches nothing."""
+    new_allocator: NewAllocator
+    """Models the device's allocator: `Allocator` itself if it caches nothing."""
     largest_sample: tuple[int, float] | None = None
     """Index and size of the largest sample; None if all sizes are equal."""
     shards: int | None = None
@@ -237,7 +237,7 @@ def describe_setup(setup: Setup) -> SetupInfo:
         model_bytes=sum(p.nbytes for p in setup.model.parameters() if p.requires_grad),
         batch_norms=tuple(layer.momentum for layer in setup.model.modules() if isinstance(layer, _BatchNorm)),
         name=workload.name,
-        allocator=setup.device.allocator_config,
+        new_allocator=setup.device.new_allocator,
         largest_sample=setup.worst_case.largest(),
         data=data,
         shards=setup.role.shards,

@@ -16,7 +16,6 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import LimitedBy, Probe
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator import new_allocator
 from autobatch.footprint.explain import explain
 from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import SetupProcess
@@ -94,7 +93,7 @@ def _largest(
         find_largest,
         run,
         caps,
-        partial(new_allocator, info.allocator, info.device.budget_bytes),
+        partial(info.new_allocator, info.device.budget_bytes),
         multiple=options.micro_batch_multiple,
         first=FIRST // 2 if is_large else FIRST,
     )

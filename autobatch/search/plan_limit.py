@@ -18,7 +18,7 @@ import numpy as np
 
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt
-from autobatch.device.allocator import new_allocator
+from autobatch.device.allocator import Allocator
 from autobatch.footprint.program import Fitting
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
@@ -42,10 +42,10 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
     probe, info = limit.probe, process.info
     largest, multiple = probe.micro_batch, probe.multiple
     # An allocator without a cache does not fragment.
-    if info.allocator is None:
+    if info.new_allocator is Allocator:
         return limit
     is_ragged, batches = info.largest_sample is not None, list[GlobalBatch]()
-    doubts = Fitting(limit.programs, partial(new_allocator, info.allocator, info.device.budget_bytes))
+    doubts = Fitting(limit.programs, partial(info.new_allocator, info.device.budget_bytes))
     if is_ragged:
         progress.doing("running batches of the run")
         batches = process.call("the choice of real batches", batches_to_run, samples, seed)

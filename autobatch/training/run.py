@@ -32,6 +32,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Positive, StepRecord, Training
 from autobatch.core.signals import counts_as, stop_on_signals
 from autobatch.core.version import versions
+from autobatch.device.allocator import Allocator
 from autobatch.device.base import Meter
 from autobatch.device.oom import first_line, memory_named
 from autobatch.distributed.engine import Shared, Whole
@@ -461,7 +462,7 @@ def open_loop(
         )
         for line in check_validation(loop):
             note(line)
-        if device.allocator_config is not None:
+        if device.new_allocator is not Allocator:
             # The first step starts with an empty cache, as a probe does.
             device.release()
         yield loop

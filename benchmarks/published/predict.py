@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autobatch import Workload
 from autobatch.core.options import Options
 from autobatch.core.records import Precision
-from autobatch.device.allocator import AllocatorConfig, Block, BudgetExceeded, CachingAllocator
+from autobatch.device.allocator import Block, BudgetExceeded, CachingAllocator
 from autobatch.device.profiles import HardwareProfile
 from autobatch.device.trace import replay
 from autobatch.distributed.shard import ShardedModel, Sharding, fake_ranks
@@ -56,10 +56,7 @@ def limits_of(checkouts: Path, row: Row) -> dict[str, object]:
     step, gpus, gpu = timm_step(checkouts, row)
     spending, found = gpus.spending(gpu), footprint(step)
     predicted = spending.predict(found)
-
-    def retrying(limit: int | None, expandable: bool) -> CachingAllocator:
-        config = AllocatorConfig(expandable_segments=expandable, held_bytes=spending.held_bytes)
-        return Retrying(limit, config)
+    retrying = partial(Retrying, held_bytes=spending.held_bytes)
 
     return {
         "low": predicted.micro_batch_low,

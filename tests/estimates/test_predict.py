@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator import Allocator
+from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import replay
 from autobatch.estimates.footprints import MARGIN, footprint
-from autobatch.estimates.gpus import Spending, gpu_allocator
+from autobatch.estimates.gpus import Spending
 from autobatch.estimates.suggestions import Change, changes_of, helpful, suggest
 from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.setup import Setup, with_knobs
@@ -40,7 +40,7 @@ def test_the_largest_on_the_cpu_is_the_largest_that_runs(name) -> None:
 def test_a_prediction_is_an_interval_around_its_answer() -> None:
     """The upper end is that of the live bytes, the lower end that of a budget less the margin."""
     step = footprint(traced_step(setup(WORKLOADS["transformer"](), precision="bf16"), capability=(8, 9)))
-    spending = Spending(256 * MiB, gpu_allocator, 10**6)
+    spending = Spending(256 * MiB, CachingAllocator, 10**6)
     found = spending.predict(step)
     assert found.fits
     assert 0 < found.micro_batch_low < found.micro_batch <= found.micro_batch_high
@@ -50,7 +50,7 @@ def test_a_prediction_is_an_interval_around_its_answer() -> None:
         for m in (found.micro_batch_high, found.micro_batch_high + 1)
     ]
     assert peaks[0] <= 256 * MiB < peaks[1]
-    less = Spending(int(256 * MiB * (1 - MARGIN)), gpu_allocator, 10**6)
+    less = Spending(int(256 * MiB * (1 - MARGIN)), CachingAllocator, 10**6)
     assert found.micro_batch_low == less.largest(step)[0]
     assert spending._replace(cap=7).predict(step)[:3] == (7, 7, 7)
     asked = spending.predict(step, 10**5)
@@ -68,7 +68,7 @@ def deep(recompute: bool = False, fused: bool | None = None):
 @pytest.mark.program
 def test_a_suggestion_equals_a_workload_written_that_way() -> None:
     one = traced_step(setup(deep()), capability=(8, 0))
-    step, spending = footprint(one), Spending(BUDGET, gpu_allocator, 5000)
+    step, spending = footprint(one), Spending(BUDGET, CachingAllocator, 5000)
     found = helpful(step, [*changes_of(one)], spending)
     assert [r.micro_batch for r in found] == sorted((r.micro_batch for r in found), reverse=True)
     now = spending.largest(step)[0]
@@ -108,5 +108,5 @@ def test_what_a_gpu_or_a_trace_cannot_do_is_left_out() -> None:
     assert {c.name for c in changes_of(one)} - {c.name for c in changes_of(old)} == {"bf16"}
     wrong = replace(one, workload=replace(transformer(), loss=lambda model, ids: model(ids)))
     untraced = [Change("fused", "a fused optimizer", wrong)]
-    found = helpful(footprint(one), untraced, Spending(BUDGET, gpu_allocator, 5000))
+    found = helpful(footprint(one), untraced, Spending(BUDGET, CachingAllocator, 5000))
     assert {remedy.name for remedy in found} <= {"expandable_segments"}

@@ -36,7 +36,7 @@ def steps_of(device: torch.device, size: int, rounds: int = 3) -> None:
 def test_a_replay_of_the_recorded_events_has_the_peaks_of_torch(other_stream: bool) -> None:
     device = CudaDevice(index=0, memory_budget="1GiB")
     for size in (100, 3000):
-        model = CachingAllocator(device.budget_bytes, device.allocator_config)
+        model = device.new_allocator(device.budget_bytes)
         with device.session(is_probe=True) as meter:
             steps_of(device.torch_device, size)
             if other_stream:  # which uses no free block of the first
@@ -166,7 +166,7 @@ def test_options_of_the_allocator_that_are_not_modelled_are_noted_and_nothing_is
     for value, is_recorded in (("max_split_size_mb:64", False), ("expandable_segments:True", True)):
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
         device = CudaDevice(index=0, memory_budget="1GiB")
-        assert device.allocator_config.expandable_segments is is_recorded
+        assert device.new_allocator(None).is_expandable is is_recorded
         with device.session(is_probe=True) as meter:
             assert (meter.trace() is not None) is is_recorded
         assert any("max_split_size_mb" in note for note in device.describe().notes) != is_recorded
