@@ -145,7 +145,7 @@ def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings
     private = [part for part in segments if stream_of(part)[1] != COMMON_POOL]
     return Recording(
         device=device,
-        trace=trace_of(noted()).canonical(),
+        trace=trace_of(noted()),
         stacks=stacks,
         peak_reserved_bytes=peak,
         older=(len(sizes), sum(sizes)),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from autobatch.device.allocator import Allocator, BudgetExceeded
 
 FREE = -1
 """The size of an event that frees its block."""
+OLDER = -1
+"""The number of a block that is older than a recording, which only frees it."""
 COMMON_POOL = (0, 0)
 """Pool of all blocks that belong to no CUDA graph and no ``torch.cuda.MemPool``."""
 RELEASES = ("segment_free", "segment_unmap")
@@ -22,7 +24,8 @@ class Trace:
     """The allocations and frees of a session, in order, as a meter records or a program predicts them."""
 
     events: tuple[tuple[int, int], ...]
-    """``(block, bytes)`` for an allocation, ``(block, FREE)`` for a free. A freed number may be reused."""
+    """``(block, bytes)`` for an allocation, ``(block, FREE)`` for a free. Blocks have numbers in the order of
+    allocation."""
     marks: tuple[tuple[int, str], ...] = ()
     """``(number of events before, phase)``: the phase that begins there."""
     modules: tuple[tuple[int, str], ...] = ()
@@ -33,8 +36,6 @@ class Trace:
     streams: tuple[int, ...] = ()
     """The number of the stream of each allocation, in order; empty if there is only one. A private pool is a
     stream of its own."""
-    is_canonical: bool = field(default=False, compare=False)
-    """True if `canonical` would change nothing."""
 
     def phase_at(self, index: int) -> str | None:
         """Return the phase of an event; None before the first mark."""
@@ -46,37 +47,31 @@ class Trace:
         live: dict[int, int] = {}
         for block, size in self.events[: index + 1]:
             if size == FREE:
-                live.pop(block, None)
+                del live[block]
             else:
                 live[block] = size
         return live
 
     def canonical(self) -> Trace:
-        """Return the same trace with blocks numbered in the order of allocation, and with sorted frees.
+        """Return the trace of recorded events in the form that two runs of one program have in common.
 
         Some frees come in the order of a hash table (autocast's cache). Consecutive frees leave the same free
-        blocks in any order, so sorting those between two notes changes no replay. Frees of unknown blocks,
-        and frees after the last allocation, are left out: no peak depends on them.
+        blocks in any order, so sorting those between two notes changes no replay. Frees of older blocks and
+        frees after the last allocation are left out: no peak depends on them.
         """
-        if self.is_canonical:
-            return self
         noted = {*self.releases, *(position for position, _ in (*self.marks, *self.modules))}
         moved: dict[int, int] = {}
-        numbers: dict[int, int] = {}
         events: list[tuple[int, int]] = []
         freed: list[int] = []
-        fresh = 0
         for index, (block, size) in enumerate(self.events):
             if size != FREE or index in noted:
                 events.extend((number, FREE) for number in sorted(freed))
                 freed.clear()
                 moved[index] = len(events)
             if size != FREE:
-                numbers[block] = fresh
-                events.append((fresh, size))
-                fresh += 1
-            elif block in numbers:
-                freed.append(numbers.pop(block))
+                events.append((block, size))
+            elif block != OLDER:
+                freed.append(block)
         while events and events[-1][1] == FREE:
             events.pop()
 
@@ -86,7 +81,7 @@ class Trace:
         modules = dict(placed(self.modules))  # the last one of those at one place
         releases = tuple(position for position, _ in placed((position, "") for position in self.releases))
         marks = tuple(placed(self.marks))
-        return Trace(tuple(events), marks, tuple(modules.items()), releases, self.streams, is_canonical=True)
+        return Trace(tuple(events), marks, tuple(modules.items()), releases, self.streams)
 
 
 def trace_of(
@@ -96,9 +91,8 @@ def trace_of(
 ) -> Trace:
     """Turn what the allocator recorded into a trace: a block per allocation, freed when its free completes.
 
-    Blocks have numbers in the order of allocation. Those that are older than the recording have negative
-    ones, in the order of their frees. Allocations that failed are left out: their entries have no address
-    (cuDNN catches the error and tries another plan, torch aten/src/ATen/native/cudnn/Conv_v8.cpp).
+    Allocations that failed are left out: their entries have no address (cuDNN catches the error and tries
+    another plan, torch aten/src/ATen/native/cudnn/Conv_v8.cpp).
 
     Args:
         entries: Of the allocator of one GPU.
@@ -111,22 +105,18 @@ def trace_of(
     releases: dict[int, None] = {}
     streams: list[int] = []
     stream_numbers: dict[object, int] = {}
-    made, older = 0, 0
     for entry in entries:
         action = entry["action"]
         if action == "alloc":
-            numbers[entry["addr"]] = made
-            events.append((made, int(entry["size"])))
-            made += 1
+            numbers[entry["addr"]] = len(streams)
+            events.append((len(streams), int(entry["size"])))
             streams.append(stream_numbers.setdefault(stream_of(entry), len(stream_numbers)))
         elif action == "free_completed":
-            number = numbers.pop(entry["addr"], None)
-            if number is None:
-                number = older = older - 1
-            events.append((number, FREE))
+            events.append((numbers.pop(entry["addr"], OLDER), FREE))
         elif action in RELEASES:
             releases[len(events)] = None
-    return Trace(tuple(events), tuple(marks), tuple(modules), tuple(releases), tuple(streams))
+    recorded = Trace(tuple(events), tuple(marks), tuple(modules), tuple(releases), tuple(streams))
+    return recorded.canonical()
 
 
 def stream_of(entry: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
@@ -157,8 +147,7 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
         if index in releases:
             allocator.release()
         if size == FREE:
-            if block in handles:
-                free(handles.pop(block))
+            free(handles.pop(block))
             continue
         try:
             handles[block] = malloc(size, next(streams, 0))

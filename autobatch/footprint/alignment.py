@@ -58,7 +58,7 @@ class Aligned(NamedTuple):
 
 
 def align(points: Sequence[Sized]) -> Aligned:
-    """Fit a program to canonical traces, the smallest first.
+    """Fit a program to traces, the smallest first.
 
     Raises:
         Apart: they part too far.

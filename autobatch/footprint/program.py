@@ -59,7 +59,7 @@ class Program:
     """A trace whose sizes follow rules in the micro-batch, made by `fit`."""
 
     trace: Trace
-    """The canonical trace of one micro-batch."""
+    """The trace of one micro-batch."""
     rules: tuple[Polynomial, ...]
     """The size of each block, by its number."""
 
@@ -75,10 +75,9 @@ class Program:
         Raises:
             Untraceable: the traces differ in more than sizes, or three sizes follow no such rule.
         """
-        sizes = [m for m, _ in points]
-        traces = [trace.canonical() for _, trace in points]
+        sizes, traces = zip(*points, strict=True)
         if len(set(map(structure_of, traces))) > 1:
-            raise Untraceable(f"the events at micro-batches {sizes} differ in more than sizes")
+            raise Untraceable(f"the events at micro-batches {[*sizes]} differ in more than sizes")
         rule_of = cache(partial(rule_through, sizes))
         rules = tuple(map(rule_of, zip(*map(block_sizes, traces), strict=True)))
         # Of a cache that has nothing to free there is no event.
@@ -101,12 +100,12 @@ class Program:
 
 
 def structure_of(trace: Trace) -> tuple[object, ...]:
-    """Return what two canonical traces have in common if only their sizes differ."""
+    """Return what two traces have in common if only their sizes differ."""
     return tuple((block, size == FREE) for block, size in trace.events), trace.marks, trace.streams
 
 
 def block_sizes(trace: Trace) -> list[int]:
-    """Return the size of each block of a canonical trace, by its number."""
+    """Return the size of each block of a trace, by its number."""
     return [size for _, size in trace.events if size != FREE]
 
 

@@ -112,9 +112,9 @@ class Runs:
             self._fits[attempt.micro_batch] = attempt
         is_whole = attempt.fits or attempt.phase is None
         if outcome.trace is not None and (is_whole or outcome.other is not None):
-            self._traces[0][attempt.micro_batch] = outcome.trace.canonical()
+            self._traces[0][attempt.micro_batch] = outcome.trace
         if outcome.other is not None and is_whole:
-            self._traces[1][attempt.micro_batch] = outcome.other.canonical()
+            self._traces[1][attempt.micro_batch] = outcome.other
         fitted, *others = (_fit_alike(traces) for traces in self._traces)
         if fitted is not None:
             programs = [program for program, _ in (fitted, *filter(None, others))]

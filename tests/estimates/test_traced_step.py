@@ -76,7 +76,7 @@ def of_steps(trace: Trace, optimizer_steps: int) -> tuple[tuple[int, int], ...]:
 def test_a_step_allocates_what_a_real_attempt_does(name: str) -> None:
     workload, precision = CASES[name]
     made = setup(workload(), precision=precision)
-    ran = attempt(made, 5).trace.canonical()
+    ran = attempt(made, 5).trace
     found = record(traced_step(made), 5).trace
     whole = of_steps(found, 1)
     assert whole == ran.events[: len(whole)]

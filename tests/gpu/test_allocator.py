@@ -67,10 +67,11 @@ def test_a_phase_begins_after_the_events_before_its_mark() -> None:
             mark("cleared")
             del total
             model.zero_grad()
+        bytes_on(device.torch_device, 1)  # nothing is kept of what follows the last allocation
         trace = meter.trace()
     assert trace is not None
     assert [phase for _, phase in trace.marks] == ["forward", "backward", "cleared"] * 2
-    assert [name for _, name in trace.modules] == ["", "0", "", "1", "", "2", "", ""] * 2
+    assert [name for _, name in trace.modules] == ["0", "1", "", "2", ""] * 2
     # Each module takes its output as the first block after it was entered.
     outputs = {name: trace.events[position][1] for position, name in trace.modules if name}
     assert outputs == {"0": 300 * 2048 * 4, "1": 300 * 2048 * 4, "2": 300 * 512 * 4}

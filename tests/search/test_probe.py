@@ -158,14 +158,16 @@ def test_two_small_runs_and_their_replay_give_the_limit(sizes, cap: int) -> None
 def scratch_of_large_sizes(m: int) -> Trace:
     """As the sum of a bias gradient: from 40 rows on it takes a further block, of 64 bytes for 8 rows."""
     scratch = [(1, 64 * -(-m // 8)), (1, FREE)] if m >= 40 else []
-    return Trace(((0, 90 * m), *scratch, (2, 5)))
+    return Trace(((0, 90 * m), *scratch, (2 if scratch else 1, 5)))
 
 
 def another_block_at_each_size(m: int) -> Trace:
     """At another place, so that no two runs are alike."""
     events = list(enumerate([90 * m, *(3 * number for number in range(30))]))
     at = 2 + m % 29
-    return Trace((*events[:at], (99, 7), (99, FREE), *events[at:]))
+    events.insert(at, (at, 7))
+    later = [(block + 1, size) for block, size in events[at + 1 :]]
+    return Trace((*events[: at + 1], (at, FREE), *later))
 
 
 MACHINES = {
