@@ -32,6 +32,8 @@ class Frame(NamedTuple):
 
 Stack = tuple[Frame, ...]
 """Frames of an allocation, the innermost first."""
+LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<frozen", "<string>", "?")
+"""Parts of the names of files that are not the user's own."""
 
 
 class OutOfMemory(NamedTuple):
@@ -203,3 +205,12 @@ def _interned() -> Callable[[Any], Stack]:
         return by_identity[id(frames)][1]
 
     return stack_of
+
+
+def line_of(stack: Stack) -> str:
+    """Return the user's own line that allocated a block, else that of a library; empty without frames."""
+    python = [frame for frame in stack if frame.file.endswith(".py") or frame.file.startswith("<")]
+    own = [frame for frame in python if not any(part in frame.file for part in LIBRARIES)]
+    for frame in [*own, *python]:
+        return f"{frame.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.line} {frame.function}"
+    return ""

@@ -28,14 +28,14 @@ from autobatch.core.units import format_bytes
 from autobatch.device.allocator import Allocator, CachingAllocator, segment_bytes
 from autobatch.device.cuda import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
-from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
+from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, line_of, read_recordings
 from autobatch.device.trace import Replay, Trace, replay
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import need, with_remedies
 from autobatch.estimates.footprints import MARGIN, Footprint
 from autobatch.estimates.gpus import Gpus, Spending
 from autobatch.estimates.suggestions import helpful
-from autobatch.footprint.alignment import Aligned, Apart, Sized, align
+from autobatch.footprint.alignment import align
 from autobatch.planning import equal_parts_note, program_plan
 from autobatch.report.result import Estimates
 from autobatch.report.words import count, plural
@@ -49,8 +49,6 @@ NOTED_SHARE = 0.01
 CHANGES = ("sequence", "lora", "checkpointing", "parallel", "precision")
 """Options that change what runs."""
 _SIZED = re.compile(r"([1-9][0-9]{0,8})=(.+)", re.DOTALL)
-LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<frozen", "<string>", "?")
-"""Parts of the names of files that are not the user's own."""
 
 
 def estimate_snapshots(options: Options) -> Estimates:
@@ -211,7 +209,7 @@ class _Program(NamedTuple):
         Raises:
             InputError: they part too far.
         """
-        (program, unpaired), (size, last) = _aligned(recordings), max(recordings.items())
+        (program, unpaired), (size, last) = align(recordings), max(recordings.items())
         trace = program.at(size)
         outcome = replay(trace, CachingAllocator(None, last.is_expandable))
         reserved = outcome.peak_reserved_bytes or 0
@@ -287,37 +285,3 @@ def _by_line(live: dict[int, int], stacks: Sequence[Stack]) -> dict[str, int]:
     shown = dict(taken.most_common(MOST_LINES))
     rest = taken.total() - sum(shown.values())
     return shown | ({"all others": rest} if rest else {})
-
-
-def _aligned(recordings: dict[int, Recording]) -> Aligned:
-    """Fit a program to recordings, whose blocks are paired by their stack and pool.
-
-    Raises:
-        InputError: they part too far, with the place.
-    """
-    points = [
-        Sized(size, recording.trace, list(zip(recording.stacks, recording.trace.streams, strict=True)))
-        for size, recording in recordings.items()
-    ]
-    try:
-        return align(points)
-    except Apart as apart:
-        where = []
-        for size, block in zip(apart.sizes, apart.reached, strict=True):
-            stacks = recordings[size].stacks
-            line = line_of(stacks[block]) if block < len(stacks) else "its end"
-            where.append(f"block {block:,} of {len(stacks):,} at {size} ({line or 'without a line'})")
-        raise InputError(
-            f"the recordings at {apart.sizes[0]} and {apart.sizes[1]} part too far: after {where[0]} and "
-            f"{where[1]} more than {apart.most} blocks are in one of them alone. Record the same steps of "
-            "the same program, at sizes that are closer"
-        ) from None
-
-
-def line_of(stack: Stack) -> str:
-    """Return the user's own line that allocated a block, else that of a library; empty without frames."""
-    python = [frame for frame in stack if frame.file.endswith(".py") or frame.file.startswith("<")]
-    own = [frame for frame in python if not any(part in frame.file for part in LIBRARIES)]
-    for frame in [*own, *python]:
-        return f"{frame.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.line} {frame.function}"
-    return ""

@@ -1,24 +1,25 @@
-"""Traces of one program at several sizes, aligned block by block and fitted over the size.
+"""Recordings of one program at several sizes, aligned block by block and fitted over the size.
 
-    Trace at 8 ─┐
-                ├─ blocks in pairs ─► one order of events, that of the largest ─► Program
-    Trace at 16 ┘
+    Recording at 8 ─┐
+                    ├─ blocks in pairs ─► one order of events, that of the largest ─► Program
+    Recording at 16 ┘
 
 Between sizes few blocks come and go: the scratch of a long sum, a library's workspace in the first run. These
-are taken as in the largest trace.
+are taken as in the largest recording.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import NamedTuple
 
+from autobatch.core.errors import InputError
+from autobatch.device.snapshot_file import Recording, line_of
 from autobatch.device.trace import FREE, Trace
-from autobatch.footprint.program import Polynomial, Program, Untraceable, block_sizes, polynomial_through
+from autobatch.footprint.program import Polynomial, Program, block_sizes, polynomial_through
 
 MOST_APART, LEAST_APART = 0.25, 16
-"""Share and number of blocks that one of two traces may have alone. A sum of gradients takes two more
+"""Share and number of blocks that one of two recordings may have alone. A sum of gradients takes two more
 from some size on, which is one block in ten for a model of linear layers."""
 MOST_EDITS = 1000
 """Bound on them, as the search for pairs takes its square."""
@@ -26,57 +27,30 @@ LIFE_SLACK, LIFE_SHARE = 8, 3
 """Number of allocations, and one part in this many, by which the lives of a pair may differ."""
 
 
-class Sized(NamedTuple):
-    """A trace with its size in samples."""
+def align(recordings: Mapping[int, Recording]) -> tuple[Program, frozenset[int]]:
+    """Fit a program to recordings by size, the smallest first.
 
-    size: int
-    trace: Trace
-    kinds: Sequence[object] = ()
-    """What only equal blocks are paired by, for each block by its number; empty if nothing is known."""
-
-
-class Apart(Untraceable):
-    """Two traces that part too far.
-
-    Args:
-        sizes: their sizes in samples.
-        reached: number of the block of each that was reached.
-        most: blocks that may be in one of them alone.
-    """
-
-    def __init__(self, sizes: tuple[int, int], reached: tuple[int, int], most: int) -> None:
-        super().__init__(f"the traces at {sizes[0]} and {sizes[1]} part too far, after blocks {reached}")
-        self.sizes, self.reached, self.most = sizes, reached, most
-
-
-class Aligned(NamedTuple):
-    """A program that was fitted to traces."""
-
-    program: Program
-    unpaired: frozenset[int]
-    """Blocks that are taken from the largest trace: not all have them, or they follow no rule."""
-
-
-def align(points: Sequence[Sized]) -> Aligned:
-    """Fit a program to traces, the smallest first.
+    Returns:
+        The program, and its blocks that are taken from the largest recording: not all have them, or they
+        follow no rule.
 
     Raises:
-        Apart: they part too far.
+        InputError: they part too far, with the place.
     """
-    *smaller, last = points
-    pairs = [_pairs(sized, last) for sized in smaller]
-    sizes_of = [block_sizes(sized.trace) for sized in points]
-    rule_of = cache(partial(_rule, [sized.size for sized in points]))
+    *smaller, (most, last) = recordings.items()
+    pairs = [_pairs(size, recording, most, last) for size, recording in smaller]
+    sizes_of = [block_sizes(recording.trace) for recording in recordings.values()]
+    rule_of = cache(partial(_rule, [*recordings]))
     rules: list[Polynomial] = []
     unpaired = set()
     for block, size in enumerate(sizes_of[-1]):
         of_pair = (sizes[pair[block]] for sizes, pair in zip(sizes_of, pairs, strict=False) if block in pair)
         column = (*of_pair, size)
-        rule = rule_of(column) if len(column) == len(points) else None
+        rule = rule_of(column) if len(column) == len(recordings) else None
         if rule is None:
             unpaired.add(block)
         rules.append(rule or Polynomial(size))
-    return Aligned(Program(last.trace, tuple(rules)), frozenset(unpaired))
+    return Program(last.trace, tuple(rules)), frozenset(unpaired)
 
 
 def _rule(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
@@ -85,32 +59,39 @@ def _rule(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
     return rule if rule is not None and sum(rule[:3]) >= 0 else None
 
 
-def _pairs(small: Sized, large: Sized) -> dict[int, int]:
-    """Return the block of the smaller trace for each block of the larger one that both have.
+def _pairs(n: int, small: Recording, m: int, large: Recording) -> dict[int, int]:
+    """Return the block of the smaller recording, at size n, for each block of the larger one that both have.
 
-    Blocks are paired in order that stay, or grow by no more than the square of the size.
+    Blocks of one stack and one pool are paired in order, if they stay, or grow by no more than the square of
+    the size.
 
     Raises:
-        Apart: the traces part too far.
+        InputError: the recordings part too far, with the place.
     """
-    n, m = small.size, large.size
-    sizes, lives = block_sizes(small.trace), _lives(small.trace)
+    sizes, lives, streams = block_sizes(small.trace), _lives(small.trace), small.trace.streams
     other_sizes, other_lives = block_sizes(large.trace), _lives(large.trace)
-    has_kinds = bool(small.kinds and large.kinds)
 
     def may_be_pair(x: int, y: int) -> bool:
         life, other_life = lives[x], other_lives[y]
         return (
             sizes[x] * n * n <= other_sizes[y] * n * n <= sizes[x] * m * m
             and abs(life - other_life) <= LIFE_SLACK + max(life, other_life) // LIFE_SHARE
-            and not (has_kinds and small.kinds[x] != large.kinds[y])
+            and small.stacks[x] == large.stacks[y]
+            and streams[x] == large.trace.streams[y]
         )
 
     most = min(MOST_EDITS, max(LEAST_APART, int(MOST_APART * len(other_sizes))))
     pairs, reached = shortest_edit(may_be_pair, len(sizes), len(other_sizes), most)
-    if pairs is None:
-        raise Apart((n, m), reached, most)
-    return pairs
+    if pairs is not None:
+        return pairs
+    where = []
+    for size, stacks, block in zip((n, m), (small.stacks, large.stacks), reached, strict=True):
+        line = line_of(stacks[block]) if block < len(stacks) else "its end"
+        where.append(f"block {block:,} of {len(stacks):,} at {size} ({line or 'without a line'})")
+    raise InputError(
+        f"the recordings at {n} and {m} part too far: after {where[0]} and {where[1]} more than {most} "
+        "blocks are in one of them alone. Record the same steps of the same program, at sizes that are closer"
+    )
 
 
 def shortest_edit(
