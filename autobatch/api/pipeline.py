@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import shlex
 import time
 from collections.abc import Callable
@@ -136,7 +135,7 @@ def limit(run: Run) -> None:
 
 def _find(run: Run, share: int | None) -> Limit | str:
     """Find the largest micro-batch on this rank; return the reason if none fits."""
-    home = data_home(os.environ)
+    home = data_home()
     try:
         return find_limit(run.process, run.options, share=share, home=home, progress=run.progress)
     except DoesNotFitError as error:
@@ -210,7 +209,7 @@ def tune(run: Run, steps: int = PLANNED_STEPS) -> None:
             process=process,
             options=options,
             planned_steps=steps,
-            home=data_home(os.environ),
+            home=data_home(),
             progress=run.progress,
             ranks=run.ranks,
             deadline=math.inf if options.timeout is None else time.monotonic() + options.timeout,

@@ -169,7 +169,7 @@ def doctor(words: list[str]) -> Answer:
         "cuda": {"available": has_cuda, "built_for": built_for, "gpus": visible_gpus()},
         "nvml": nvml,
         "versions": {"python": platform.python_version(), **installed},
-        "home": str(data_home(os.environ)),
+        "home": str(data_home()),
         "missing": missing,
     }
     lines = [part for line in _outline(findings) for part in folded(line, terminal_width(), 15)]

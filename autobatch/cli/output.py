@@ -191,7 +191,7 @@ def new_log(kind: str = "") -> Path:
     from autobatch.device.profiles import data_home
 
     now = datetime.datetime.now(tz=datetime.UTC)
-    return data_home(os.environ) / "logs" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}{kind}.log"
+    return data_home() / "logs" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}{kind}.log"
 
 
 def write_log(error: BaseException, command: str, folder: Path | None) -> Path | None:

@@ -111,7 +111,7 @@ def run_script(name: str, words: list[str]) -> int:
             f"logs, trackers), it writes in these runs, too. Its output is in {log}"
         )
         runner = Runner(command, device, seconds, log, options.verbose, terminal)
-        result = find_limit(runner, options, home=data_home(os.environ))
+        result = find_limit(runner, options, home=data_home())
         terminal.note("this holds for the first steps: longer samples, evaluation and saving come later")
         if name != "probe":
             terminal.note(

@@ -187,9 +187,7 @@ class Fitting:
     def __init__(self, orders: Sequence[Program], new_allocator: Callable[[], Allocator]) -> None:
         self.orders = orders
         self._new_allocator = new_allocator
-        allocator = new_allocator()
-        self._limit = allocator.limit
-        self._only_counts = allocator.reserved_bytes is None
+        self._limit = new_allocator().limit
         self._live_peaks = [_live_peak(program) for program in orders]
         self._known: dict[int, bool] = {}
 

@@ -178,8 +178,7 @@ def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
     Raises:
         InputError: there is no GPU, or the budget exceeds its memory.
     """
-    opened = partial(open_device, "cuda", memory_budget=memory_budget, environ=os.environ)
-    return run_in_copies([lambda: opened().describe()])[0]
+    return run_in_copies([lambda: open_device("cuda", memory_budget).describe()])[0]
 
 
 def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:

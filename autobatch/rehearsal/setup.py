@@ -133,7 +133,7 @@ def open_setup(
         budget = demo.MEMORY_BUDGET.get(device_kind(options.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = scanned(workload)
-    device = open_device(options.device, memory_budget=budget, environ=os.environ)
+    device = open_device(options.device, budget)
     with seeded(options.seed), memory_named("the model was built"):
         # Ranks that share a model get its first values from rank 0.
         on_meta = None if role.shards is None else built_on_meta(workload)

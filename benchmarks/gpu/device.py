@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ def room() -> int:
 
 def open_gpu(most_bytes: int) -> Device:
     """Open the GPU with a budget, or with as much of it as there is."""
-    return open_device(NAME, memory_budget=min(most_bytes, room()), environ=os.environ)
+    return open_device(NAME, min(most_bytes, room()))
 
 
 def empty() -> None:
