@@ -144,8 +144,7 @@ def doctor(words: list[str]) -> Answer:
     import torch
 
     from autobatch.device.cuda import visible_gpus
-    from autobatch.device.host import cpu_name, host_memory
-    from autobatch.device.nvml import read_gpus
+    from autobatch.device.host import cpu_name, host_memory, read_gpus
     from autobatch.report.tables import folded
 
     shown, has_cuda, built_for = read_gpus(), torch.cuda.is_available(), torch.version.cuda

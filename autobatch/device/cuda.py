@@ -26,7 +26,7 @@ import torch
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes
-from autobatch.device import nvml
+from autobatch.device import host
 from autobatch.device.allocator import CachingAllocator, MemoryStats, NewAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
 from autobatch.device.oom import first_line, is_oom
@@ -199,7 +199,7 @@ class CudaDevice(Device):
         _require_usable(index)
         gpu = torch.cuda.get_device_properties(index)
         self._index, self._uuid = index, str(gpu.uuid)
-        before = nvml.read_gpu(self._uuid)
+        before = host.read_gpu(self._uuid)
         try:
             torch.cuda.synchronize(index)
             self._falls = TAKES_LOWEST and segments_fall(index)
@@ -208,7 +208,7 @@ class CudaDevice(Device):
                 f"cuda:{index} cannot be opened: {first_line(error)}; look at its processes, its state and "
                 "its compute mode with nvidia-smi, or choose another GPU with --device cuda:N"
             ) from error
-        after = nvml.read_gpu(self._uuid)
+        after = host.read_gpu(self._uuid)
         self.torch_device = torch.device("cuda", index)
         self.compute_capability = (gpu.major, gpu.minor)
         self._context_bytes = max(0, _used(after) - _used(before))
@@ -246,7 +246,7 @@ class CudaDevice(Device):
 
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""
-        record, gpu = super().describe(), nvml.read_gpu(self._uuid)
+        record, gpu = super().describe(), host.read_gpu(self._uuid)
         if isinstance(gpu, str) or gpu.used_bytes is None:
             return record
         # In a container NVML lists this process by an id of the host, or not at all.
@@ -339,5 +339,5 @@ def _require_usable(index: int) -> None:
         )
 
 
-def _used(gpu: nvml.NvmlGpu | str) -> int:
+def _used(gpu: host.NvmlGpu | str) -> int:
     return 0 if isinstance(gpu, str) else gpu.used_bytes or 0

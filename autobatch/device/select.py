@@ -7,7 +7,7 @@ import os
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.device import nvml
+from autobatch.device import host
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.cuda import CudaDevice
@@ -48,7 +48,7 @@ def open_device(spec: str, memory_budget: str | int | None) -> Device:
 
 def _unused_gpu_notes() -> list[str]:
     """Return a note if the driver shows a GPU that torch cannot use; nothing if the environment hides it."""
-    gpus = nvml.read_gpus()
+    gpus = host.read_gpus()
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if is_hidden or isinstance(gpus, str) or not gpus:
         return []

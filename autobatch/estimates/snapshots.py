@@ -28,14 +28,22 @@ from autobatch.core.units import format_bytes
 from autobatch.device.allocator import Allocator, CachingAllocator, segment_bytes
 from autobatch.device.cuda import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
-from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, line_of, read_recordings
-from autobatch.device.trace import Replay, Trace, replay
+from autobatch.device.trace import (
+    OutOfMemory,
+    Recording,
+    Replay,
+    Stack,
+    Trace,
+    line_of,
+    read_recordings,
+    replay,
+)
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import need, with_remedies
 from autobatch.estimates.footprints import MARGIN, Footprint
 from autobatch.estimates.gpus import Gpus, Spending
 from autobatch.estimates.suggestions import helpful
-from autobatch.footprint.alignment import align
+from autobatch.footprint.program import align
 from autobatch.planning import equal_parts_note, program_plan
 from autobatch.report.result import Estimates
 from autobatch.report.words import count, plural

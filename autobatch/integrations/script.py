@@ -33,11 +33,11 @@ from autobatch.device.allocator import CachingAllocator
 from autobatch.device.cuda import TAKES_LOWEST, allocator_options, fraction_of
 from autobatch.device.oom import is_below_budget
 from autobatch.device.select import open_device
-from autobatch.device.snapshot_file import Recording, read_recordings
+from autobatch.device.trace import Recording, read_recordings
 from autobatch.estimates.copies import run_in_copies
 from autobatch.integrations.recorder.autobatch_recorder import recorded
 from autobatch.planning import equal_parts_note, program_plan
-from autobatch.rehearsal.attempt import Outcome
+from autobatch.rehearsal.rehearsal import Outcome
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
 from autobatch.search.find_limit import search_from_saved

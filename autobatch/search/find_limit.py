@@ -17,8 +17,8 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import LimitedBy, Probe
 from autobatch.core.units import format_bytes
 from autobatch.footprint.explain import explain
-from autobatch.rehearsal.attempt import Outcome
 from autobatch.rehearsal.process import SetupProcess
+from autobatch.rehearsal.rehearsal import Outcome
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.search.plan_limit import limit_of_plan
 from autobatch.search.probe import FIRST, Limit, find_largest

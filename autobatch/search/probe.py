@@ -20,7 +20,7 @@ from autobatch.core.records import Attempt, LimitedBy, Probe, UpperBoundBy
 from autobatch.device.allocator import Allocator
 from autobatch.device.trace import Trace
 from autobatch.footprint.program import Program
-from autobatch.rehearsal.attempt import Outcome
+from autobatch.rehearsal.rehearsal import Outcome
 from autobatch.search.runs import Runs
 from autobatch.search.saved import SavedLimit
 

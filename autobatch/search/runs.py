@@ -16,8 +16,8 @@ from autobatch.device.allocator import Allocator
 from autobatch.device.oom import loses_context
 from autobatch.device.trace import Trace, replay
 from autobatch.footprint.program import Fitting, Program, Untraceable, structure_of
-from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess, ThisProcess
+from autobatch.rehearsal.rehearsal import Outcome, attempt
 
 
 def reported(attempt: Callable[[], Outcome], progress: Progress) -> Outcome:

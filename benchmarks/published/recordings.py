@@ -22,7 +22,7 @@ from autobatch.device.allocator import (
     Block,
     CachingAllocator,
 )
-from autobatch.device.snapshot_file import load_snapshot
+from autobatch.device.trace import load_snapshot
 
 Row = tuple[Any, ...]
 ACTIONS = {"segment_alloc": "new", "segment_free": "released", "alloc": "alloc", "free_completed": "free"}

@@ -1,11 +1,14 @@
-"""The caching allocator against worked examples."""
+"""The caching allocator against worked examples, and against recordings of real GPUs, address by address."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator import BudgetExceeded, CachingAllocator
+from benchmarks.published.recordings import read, replays_of
 
 
 @pytest.mark.parametrize(("size", "held"), [(19 * MiB, 20 * MiB), (19 * MiB - 512, 19 * MiB - 512)])
@@ -41,3 +44,13 @@ def test_memory_that_is_held_already_stays_and_counts_and_a_full_cache_is_an_err
     over = CachingAllocator(20 * MiB, held_bytes=30 * MiB)
     with pytest.raises(BudgetExceeded):
         over.malloc(1)
+
+
+RECORDINGS = Path(__file__).parents[1] / "recordings"
+
+
+@pytest.mark.parametrize("path", sorted(RECORDINGS.rglob("*.csv.gz")), ids=lambda path: path.name[:-7])
+def test_each_block_lies_where_the_gpu_put_it(path):
+    (found,) = replays_of([read(path)])
+    assert found.allocations > 30
+    assert found.agrees

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from autobatch import InputError
-from autobatch.device import nvml
+from autobatch.device import host
 from autobatch.device.host import HostMemory
 from autobatch.device.select import device_kind, open_device
 
-ALPHA = nvml.NvmlGpu(uuid="GPU-a1", name="Alpha", free_bytes=None, used_bytes=None, holders=[])
+ALPHA = host.NvmlGpu(uuid="GPU-a1", name="Alpha", free_bytes=None, used_bytes=None, holders=[])
 
 
 def test_a_name_opens_a_device_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_a_gpu_that_torch_cannot_use_is_noted(monkeypatch: pytest.MonkeyPatch) -
         ("auto", "", [ALPHA], False),
         ("cpu", "0", [ALPHA], False),
     ):
-        monkeypatch.setattr(nvml, "read_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(host, "read_gpus", lambda gpus=gpus: gpus)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         notes = open_device(spec, "64MiB").describe().notes
         assert ["the driver shows Alpha" in note for note in notes] == [True] * is_noted

@@ -14,7 +14,7 @@ from autobatch.device.trace import replay
 from autobatch.estimates.footprints import MARGIN, footprint
 from autobatch.estimates.gpus import Spending
 from autobatch.estimates.suggestions import Change, changes_of, helpful, suggest
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import attempt
 from autobatch.rehearsal.setup import Setup, with_knobs
 from tests.support.step_workloads import WORKLOADS, setup, traced_step, transformer
 

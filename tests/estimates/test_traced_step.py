@@ -16,7 +16,7 @@ from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import Trace, replay
 from autobatch.estimates.footprints import Unpredictable, footprint
 from autobatch.estimates.traced_step import record
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import attempt
 from tests.support.step_workloads import WORKLOADS, make, perceptron, setup, traced_step
 from tests.support.untouched import fingerprint, with_gradients
 

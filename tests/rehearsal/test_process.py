@@ -18,8 +18,8 @@ import pytest
 from autobatch import Progress
 from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
-from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, ChildProcess, import_torch, open_process
+from autobatch.rehearsal.rehearsal import Outcome, attempt
 from autobatch.rehearsal.setup import Role, Setup
 from autobatch.search.runs import run_attempt
 from tests.support.commandline import SMALL

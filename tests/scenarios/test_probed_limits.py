@@ -10,8 +10,8 @@ from torch.nn import functional
 import autobatch
 from autobatch import Loss
 from autobatch.core.options import Options
-from autobatch.rehearsal import attempt as attempts
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal import rehearsal as attempts
+from autobatch.rehearsal.rehearsal import attempt
 from autobatch.rehearsal.setup import Setup, open_setup
 from tests.support.probes import WIDTH, mlp, vectors, work
 from tests.support.ragged import Sequences, ragged_workload, wide_model

@@ -14,7 +14,7 @@ from autobatch.core.options import Options
 from autobatch.core.units import KiB
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.estimates.traced_step import record
-from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.rehearsal import ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
 from tests.support.options import as_options
 from tests.support.probes import WIDTH, work

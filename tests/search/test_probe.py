@@ -16,7 +16,7 @@ from autobatch.core.largest import most_asked
 from autobatch.core.records import LimitedBy, Probe
 from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import FREE, Trace, replay
-from autobatch.rehearsal.attempt import Outcome
+from autobatch.rehearsal.rehearsal import Outcome
 from autobatch.search.probe import FAR, FIRST, Limit, find_largest
 from autobatch.search.saved import SavedLimit
 from tests.support.sizes import BUDGET, Machine, machine_of, outcome_of, trace_of
