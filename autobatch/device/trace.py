@@ -86,12 +86,12 @@ class Trace:
         while events and events[-1][1] == FREE:
             events.pop()
 
-        def placed(notes: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-            return ((min(moved.get(position, len(events)), len(events)), name) for position, name in notes)
+        def place(position: int) -> int:
+            return min(moved.get(position, len(events)), len(events))
 
-        modules = dict(placed(self.modules))  # the last one of those at one place
-        releases = tuple(position for position, _ in placed((position, "") for position in self.releases))
-        marks = tuple(placed(self.marks))
+        marks = tuple((place(position), phase) for position, phase in self.marks)
+        modules = {place(position): name for position, name in self.modules}  # the last at one place
+        releases = tuple(map(place, self.releases))
         return Trace(tuple(events), marks, tuple(modules.items()), releases, self.streams)
 
 
