@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from autobatch.cli.output import terminal_width, write_json, write_line
-from autobatch.cli.parser import HELP_WORDS, read_words
+from autobatch.cli.parser import read_words
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.options import all_fields
@@ -45,9 +45,8 @@ def run_command(name: str, words: list[str]) -> int:
         InputError: a word is wrong, or the run, the profile or the GPU that it names does not exist.
     """
     commands = {"init": init, "profiles": profiles, "compare": compare, "doctor": doctor}
-    if not HELP_WORDS.isdisjoint(words):
-        return write_line(getdoc(commands[name]) or "")
-    switches, others = read_words(name, words, [all_fields()["json"], all_fields()["verbose"]])
+    options = {option: all_fields()[option] for option in ("json", "verbose")}
+    switches, others = read_words(name, getdoc(commands[name]) or "", words, options)
     content, text = commands[name](others)
     return write_json(content) if switches.get("json") else write_line(printable_lines(text))
 

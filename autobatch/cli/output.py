@@ -21,8 +21,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
 }
 """Parts of the JSON of a command; other commands print all of them."""
-ENDING = ("SIGTERM", "SIGUSR1")
-"""Signals that end a command. Schedulers send SIGUSR1 before the end of a job."""
 
 
 class SafeStream:
@@ -123,9 +121,9 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def raise_on_termination() -> Iterator[None]:
-    """Raise `Terminated` on `ENDING` within the block, so that resources are closed.
+    """Raise `Terminated` on SIGTERM and SIGUSR1 within the block, so that resources are closed.
 
-    Training has its own handlers.
+    Schedulers send SIGUSR1 before the end of a job. Training has its own handlers.
     """
     import signal
 
@@ -134,7 +132,7 @@ def raise_on_termination() -> Iterator[None]:
     def terminate(*_: object) -> None:
         raise Terminated
 
-    with handle_signals((getattr(signal, name) for name in ENDING if hasattr(signal, name)), terminate):
+    with handle_signals((signal.SIGTERM, signal.SIGUSR1), terminate):
         yield
 
 
@@ -194,27 +192,18 @@ def new_log(kind: str = "") -> Path:
     return data_home(os.environ) / "logs" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}{kind}.log"
 
 
-def write_log(error: BaseException, command: str, folder: Path | None) -> Path | None:
-    """Append an exception with its traceback to the log. Return the file, or None if none can be written.
-
-    Args:
-        error: the exception.
-        command: the command line.
-        folder: the folder of the run; None if it has none, for a file in the data directory.
-    """
+def write_log(error: BaseException, command: str) -> Path | None:
+    """Write an exception of a command line with its traceback to a log; None if it cannot be written."""
     import platform
-    import time
     import traceback
 
+    path = new_log()
     text = (
-        f"{time.strftime('%Y-%m-%dT%H:%M:%S+00:00', time.gmtime())}  {command}\nautobatch {__version__}, "
-        f"python {platform.python_version()}, in {os.getcwd()}\n"
-        f"{''.join(traceback.format_exception(error))}\n"
+        f"{command}\nautobatch {__version__}, python {platform.python_version()}, in {os.getcwd()}\n"
+        f"{''.join(traceback.format_exception(error))}"
     )
-    for path in (*([] if folder is None else [folder / "run.log"]), new_log()):
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-            return path
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        return path
     return None

@@ -19,11 +19,10 @@ from autobatch.cli.output import (
     output_of_run,
     raise_on_termination,
     write_json,
-    write_line,
 )
-from autobatch.cli.parser import HELP_WORDS, option_lines, options_of, read_words
+from autobatch.cli.parser import options_of, read_words
 from autobatch.core.errors import InputError
-from autobatch.core.options import Option, fields_of
+from autobatch.core.options import Option, all_fields
 from autobatch.core.text import quoted
 
 OPTIONS = (
@@ -42,6 +41,7 @@ step, or {total_steps} of those of all ranks. plan prints the command, filled in
 fit becomes it.
 
 OPTIONS
+-h, --help shows the common options, --help-all all of them.
 
   autobatch probe -- python train.py --batch_size={}
   autobatch fit --target-batch 480 -- python train.py --batch_size={} --accumulate={steps}"""
@@ -49,12 +49,12 @@ Count = Annotated[int, Meta(ge=1, le=10**9, description="a whole number of 1 or 
 Time = Annotated[int, Meta(ge=1, le=10**9, title="S", description="a whole number of 1 or more")]
 """Seconds; a timer takes no more."""
 File = Annotated[str, Meta(title="FILE", description="a file")]
-SECONDS = Option("Time for three optimizer steps of a run.", 300, name="seconds", type=Time)
-RECORDING = (
-    Option("The snapshot; other ranks write beside it. (required)", name="out", type=File),
-    Option("Write it after N steps of an optimizer.", name="steps", type=Count),
-    Option("Write it after this time.", name="seconds", type=Time),
-)
+SECONDS = Option("Time for three optimizer steps of a run.", 300, type=Time)
+RECORDING = {
+    "out": Option("The snapshot; other ranks write beside it. (required)", type=File),
+    "steps": Option("Write it after N steps of an optimizer.", type=Count),
+    "seconds": Option("Write it after this time.", type=Time),
+}
 """Options of ``record``."""
 PLACES = (
     ("{}", "the size of a micro-batch", "--batch_size={}"),
@@ -67,15 +67,14 @@ def run_script(name: str, words: list[str]) -> int:
     """Run ``autobatch NAME … -- COMMAND``, and return the exit code. ``fit`` becomes the command.
 
     Raises:
+        HelpAsked: a word asks for the help.
         InputError: a word is wrong, or the command takes no optimizer step.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     at = words.index("--")
-    own, command = words[:at], words[at + 1 :]
-    fields = [*(fields_of("plan")[option] for option in OPTIONS), SECONDS]
-    if not HELP_WORDS.isdisjoint(own):
-        return write_line(HELP.replace("OPTIONS", "\n".join(option_lines(fields))))
-    given, others = read_words(f"{name} -- COMMAND", own, fields)
+    command = words[at + 1 :]
+    known = {option: all_fields()[option] for option in OPTIONS} | {"seconds": SECONDS}
+    given, others = read_words(name, HELP, words[:at], known)
     if others:
         raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(others[0])}")
     seconds = SECONDS.convert(given.pop("seconds", SECONDS.default), "--seconds")
@@ -143,17 +142,14 @@ def record(words: list[str]) -> int:
       autobatch record --out b8.pickle --steps 3 -- python train.py --batch_size=8
     """
     at = words.index("--") if "--" in words else len(words)
-    own, command = words[:at], words[at + 1 :]
-    if not HELP_WORDS.isdisjoint(own):
-        return write_line((getdoc(record) or "").replace("OPTIONS", "\n".join(option_lines(RECORDING))))
-    given, others = read_words("record", own, RECORDING)
+    command = words[at + 1 :]
+    given, others = read_words("record", getdoc(record) or "", words[:at], RECORDING)
     if others or not command or "out" not in given:
         raise InputError(
             "record takes --out FILE, and a command after --, as in autobatch record --out b8.pickle -- "
             f"python train.py; found {shlex.join(words) or 'neither'}"
         )
-    known = {field.name: field for field in RECORDING}
-    wanted = {option: known[option].convert(value, f"--{option}") for option, value in given.items()}
+    wanted = {name: RECORDING[name].convert(value, f"--{name}") for name, value in given.items()}
     out = Path(wanted["out"]).absolute()
     if not out.parent.is_dir():
         raise InputError(f"{out} cannot be written: there is no folder {out.parent}")
