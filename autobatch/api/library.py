@@ -112,12 +112,7 @@ def estimate(
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    checked = options_from("estimate", {"target_batch": target_batch, **options})
-    if checked.snapshot and workload is not None:
-        raise InputError(
-            f"snapshot stands in place of a workload, found {kind_of(workload)} too: leave it out"
-        )
-    return run_estimate(workload, checked)
+    return run_estimate(workload, options_from("estimate", {"target_batch": target_batch, **options}))
 
 
 def tune(

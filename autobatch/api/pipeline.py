@@ -79,6 +79,8 @@ def run_estimate(workload: WorkloadSource, options: Options) -> Estimates:
         InputError: the options exclude each other, or the workload or a snapshot is invalid.
     """
     if options.snapshot:
+        if workload is not None:
+            raise InputError("--snapshot stands in place of a workload, found both: leave one out")
         return estimate_snapshots(options)
     if is_named_model(workload):
         return estimate_named(workload, options)
@@ -174,7 +176,7 @@ def limit(run: Run) -> Limit:
         parallel = "replicate" if info.shards is None else "shard"
         probe = msgspec.structs.replace(probe, parallel=parallel, parallel_reason=reason)
     run.result = Result(device=info.device, probe=probe, profile=found.file, command=run.command)
-    return found._replace(probe=probe, planned=planned)
+    return found._replace(planned=planned)
 
 
 def _find(run: Run, share: int | None) -> Limit | str:
@@ -188,15 +190,15 @@ def _find(run: Run, share: int | None) -> Limit | str:
 
 def plan(run: Run, found: Limit) -> None:
     """Plan the batch in micro-batches that fit."""
-    info, trace, probe = run.process.info, found.trace, found.probe
+    info, trace, probe = run.process.info, found.trace, run.result.probe
+    assert probe is not None
     planned = _plan(run, found.planned)
     run.progress.planned(planned)
     if planned.learning_rate_rule == "none" and planned.base_batch not in (None, run.target):
         run.progress.note(f"learning rate {planned.learning_rate:g}: {planned.learning_rate_source}")
     curve = None
     if trace is not None and trace.marks:
-        ran = max((attempt.micro_batch for attempt in probe.attempts if attempt.fits), default=1)
-        curve = memory_curve(trace, ran, new_allocator(info.allocator, None))
+        curve = memory_curve(trace, found.probe.micro_batch, new_allocator(info.allocator, None))
     # A training says it of its own batches.
     says_all = run.options.command == "plan"
     notes = statistics_notes(info.batch_norms, planned.micro_batches) if says_all else []

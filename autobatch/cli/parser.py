@@ -29,8 +29,8 @@ from autobatch.core.options import (
 )
 from autobatch.core.text import quoted
 
-LENGTHS = {"steps", "epochs"}
-"""Options that exclude each other: those of the latest source count."""
+EXCLUSIVE = ({"steps", "epochs"}, {"workload", "snapshot"})
+"""What excludes each other: that of the latest source counts."""
 REFERENCE = "file.py, file.py:function or module:function in UTF-8"
 WORKLOAD = Option("", type=Annotated[str, Meta(pattern=f"^{TEXT}+$", description=REFERENCE)])
 WORKLOAD_HELP = """\
@@ -72,10 +72,6 @@ def parse(name: str, summary: str, words: Sequence[str]) -> tuple[str | None, Op
     if len(places) > 1:
         shown = " and ".join(map(quoted, places[:2]))
         raise InputError(f"give one WORKLOAD, found {shown}; see autobatch {name} --help")
-    if places and "snapshot" in values:
-        raise InputError(
-            f"--snapshot stands in place of a WORKLOAD, found {quoted(places[0])} too: leave it out"
-        )
     return options_of(name, values | ({"workload": places[0]} if places else {}))
 
 
@@ -90,7 +86,7 @@ def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Optio
         InputError: a value is wrong, or an option in the file is unknown.
     """
     path, in_file = _read_file()
-    taken = {*on_line, *(LENGTHS if LENGTHS & on_line.keys() else ())}
+    taken = on_line.keys() | {name for names in EXCLUSIVE if names & on_line.keys() for name in names}
     in_file = {option: value for option, value in in_file.items() if option not in taken}
     given, fields = {**in_file, **on_line}, fields_of(name)
     place = WORKLOAD.convert(given.pop("workload", None), "WORKLOAD")

@@ -49,7 +49,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("estimate", "nowhere.py"), "there is no file nowhere.py"),
     (
         ("estimate", "a:b", "--snapshot", "8.pickle"),
-        "--snapshot stands in place of a WORKLOAD, found 'a:b' too",
+        "--snapshot stands in place of a workload, found both",
     ),
     (("pla" + ESCAPED,), r"'pla\x1b[31m'"),
     ((*FIT, "a\nb.py:" + ESCAPED), r"there is no file a\nb.py"),
