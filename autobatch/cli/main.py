@@ -218,7 +218,7 @@ def show_result(workload: str | None, options: Options, ranks: Ranks, line: str)
             estimates = run_estimate(workload, options)
             terminal.estimated(estimates)
             return estimates
-        if is_copy:
+        if is_copy:  # before anything that a copy does not survive
             held.enter_context(child)
         run = Run(
             workload=workload, options=options, progress=terminal, ranks=ranks, command=line, child=child

@@ -98,7 +98,7 @@ def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Optio
 def read_words(
     command: str, text: str, words: Sequence[str], options: Mapping[str, Option]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the options among the words of a command, as text by name, and the other words.
+    """Return the values of the options among the words of a command by name, and the other words.
 
     Args:
         command: the command.
@@ -108,7 +108,7 @@ def read_words(
 
     Raises:
         HelpAsked: a word asks for the help.
-        InputError: an option is unknown or lacks its value.
+        InputError: an option is unknown, or its value is missing or wrong.
     """
     before, _, after = text.partition("OPTIONS\n")
     parser = Parser(
@@ -145,8 +145,9 @@ def read_words(
     if unknown:
         flags = [spelled(name) for name in options]
         raise InputError(unknown_option(unknown[0].partition("=")[0], flags, command=command))
-    values = vars(found)
-    return values, values.pop("others", [])
+    others = found.__dict__.pop("others", [])
+    values = {name: options[name].convert(value, spelled(name)) for name, value in vars(found).items()}
+    return values, others
 
 
 def _read_file() -> tuple[Path, dict[str, Any]]:

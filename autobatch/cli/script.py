@@ -56,11 +56,8 @@ RECORDING = {
     "seconds": Option("Write it after this time.", type=Time),
 }
 """Options of ``record``."""
-PLACES = (
-    ("{}", "the size of a micro-batch", "--batch_size={}"),
-    ("steps}", "the micro-batches of a step, {steps}", "--gradient_accumulation_steps={steps}"),
-)
-"""What the words of a command have a place for, a probe's only for the first: mark, meaning, example."""
+PLACES = {"{}": "the size of a micro-batch", "steps}": "the micro-batches of a step, {steps}"}
+"""What the words of a command have a place for, a probe's only for the first."""
 
 
 def run_script(name: str, words: list[str]) -> int:
@@ -77,15 +74,13 @@ def run_script(name: str, words: list[str]) -> int:
     given, others = read_words(name, HELP, words[:at], known)
     if others:
         raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(others[0])}")
-    seconds = SECONDS.convert(given.pop("seconds", SECONDS.default), "--seconds")
+    seconds = given.pop("seconds", SECONDS.default)
     _, options = options_of(name, given)
-    if not command:
-        raise InputError(f"{name} takes a command after --, found none")
-    for mark, meaning, example in PLACES[: 1 if name == "probe" else 2]:
+    for mark in ("{}",) if name == "probe" else PLACES:
         if not any(mark in word for word in command):
             raise InputError(
-                f"no word of the command has a place for {meaning}: {shlex.join(command)}. Write for example "
-                f"{example}"
+                f"no word of the command has a place for {PLACES[mark]}: {shlex.join(command)}. "
+                f"autobatch {name} --help -- shows an example"
             )
     if options.json and name == "fit":
         raise InputError("fit runs the command, whose standard output is its own: use plan --json")
@@ -149,14 +144,13 @@ def record(words: list[str]) -> int:
             "record takes --out FILE, and a command after --, as in autobatch record --out b8.pickle -- "
             f"python train.py; found {shlex.join(words) or 'neither'}"
         )
-    wanted = {name: RECORDING[name].convert(value, f"--{name}") for name, value in given.items()}
-    out = Path(wanted["out"]).absolute()
+    out = Path(given["out"]).absolute()
     if not out.parent.is_dir():
         raise InputError(f"{out} cannot be written: there is no folder {out.parent}")
     from autobatch.integrations.recorder.autobatch_recorder import recorded
 
     sys.stderr.write("autobatch: a process that uses a GPU says here when it has written its memory\n")
-    return become(command, recorded(**wanted | {"out": str(out), "since": time.time()}))
+    return become(command, recorded(**given | {"out": str(out), "since": time.time()}))
 
 
 def become(words: list[str], environ: Mapping[str, str]) -> NoReturn:
