@@ -33,6 +33,7 @@ from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.allocator import new_allocator
 from autobatch.device.profiles import data_home
+from autobatch.device.select import device_kind
 from autobatch.distributed.ranks import agree_on_limit
 from autobatch.distributed.shared_stream import open_sampler, split_note
 from autobatch.estimates.estimator import estimate_limits
@@ -98,6 +99,8 @@ def run_command(run: Run) -> Result:
         AutobatchError: see `autobatch.training.run.train`.
     """
     agree_on_options(run)
+    if run.workload is None and run.options.memory_budget is None:
+        run.settle(memory_budget=demo.MEMORY_BUDGET.get(device_kind(run.options.device)))
     if run.ranks.rank == 0:
         check_trackers(run.options.log)
     if run.options.command == "fit":
@@ -420,7 +423,7 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
 def open_to_train(run: Run, workload: Workload) -> Setup:
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     run.progress.doing(OPENING)
-    return open_setup(workload, run.options, run.role(run.ranks.rank), is_demo=run.workload is None)
+    return open_setup(workload, run.options, run.role(run.ranks.rank))
 
 
 def batches_of(run: Run, setup: Setup) -> GlobalBatchSampler:

@@ -110,13 +110,10 @@ def agree_on_options(run: Run) -> None:
         InputError: they cannot, or ranks differ in an option or a version.
     """
     options, world = run.options, run.ranks.world
-    asked = options.ranks
-    if asked not in (None, world):
+    if options.ranks not in (None, world):
         raise InputError(
-            f"--ranks is {asked}, and torchrun started {world}: leave out --ranks under torchrun"
-            if world > 1
-            else f"ranks is {asked}, and a call cannot start processes: use the command with --ranks "
-            f"{asked}, or start the script with torchrun --nproc-per-node {asked}"
+            f"--ranks is {options.ranks}, and {world} take part: start so many with the command, or with "
+            "torchrun and without --ranks"
         )
     if world == 1 and options.parallel == "shard":
         raise InputError(

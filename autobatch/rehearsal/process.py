@@ -224,7 +224,7 @@ def _open(workload: WorkloadSource, options: Options, role: Role) -> Setup:
     from autobatch.rehearsal.setup import open_setup
     from autobatch.workload.reference import find_workload
 
-    return open_setup(find_workload(workload, options.seed), options, role, is_demo=workload is None)
+    return open_setup(find_workload(workload, options.seed), options, role)
 
 
 def _last_lines(log: IO[bytes]) -> str:

@@ -22,14 +22,13 @@ from autobatch.device.allocator import AllocatorConfig
 from autobatch.device.base import Device
 from autobatch.device.cuda import allocator_options
 from autobatch.device.oom import memory_named
-from autobatch.device.select import device_kind, open_device
+from autobatch.device.select import open_device
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.step.train_state import StepSettings
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import DataDigest, digest_data
-from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import epoch_of
 from autobatch.workload.rng import preserved_random_state, seeded
@@ -113,31 +112,21 @@ def with_knobs(setup: Setup, knobs: Mapping[str, Value]) -> Setup:
     return replace(setup, precision=precision, knobs=knobs)
 
 
-def open_setup(
-    workload: Workload,
-    options: Options,
-    role: Role = Role(),
-    *,
-    is_demo: bool = False,
-) -> Setup:
+def open_setup(workload: Workload, options: Options, role: Role = Role()) -> Setup:
     """Open the device and build the model. Random states stay, and no sample is read yet.
 
     Args:
         workload: what to train.
         options: options of the run.
         role: part of this process among the ranks.
-        is_demo: the workload is the embedded demo, which has its own default budget.
 
     Raises:
         InputError: the device, the budget or the model is invalid, or ranks cannot train the loss.
     """
     check_loss_of_ranks(workload, role.world)
-    budget = options.memory_budget
-    if budget is None and is_demo:
-        budget = MEMORY_BUDGET.get(device_kind(options.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = scanned(workload)
-    device = open_device(options.device, memory_budget=budget, environ=os.environ)
+    device = open_device(options.device, memory_budget=options.memory_budget, environ=os.environ)
     with seeded(options.seed), memory_named("the model was built"):
         # Ranks that share a model get its first values from rank 0.
         on_meta = None if role.shards is None else built_on_meta(workload)
