@@ -121,7 +121,8 @@ def open_workload(run: Run) -> None:
     """
     run.progress.doing(OPENING)
     run.trying.close()
-    run.process = run.trying.enter_context(open_process(run.workload, run.options, run.role(), run.child))
+    opened = open_process(run.workload, run.options, run.ranks.world, run.child)
+    run.process = run.trying.enter_context(opened)
 
 
 def search(run: Run, steps: int = PLANNED_STEPS) -> None:
@@ -176,7 +177,7 @@ def limit(run: Run) -> Limit:
     if note is not None:
         run.progress.note(note)
     if ranks.world > 1:
-        parallel = "replicate" if info.shards is None else "shard"
+        parallel = "shard" if run.options.parallel == "shard" else "replicate"
         probe = msgspec.structs.replace(probe, parallel=parallel, parallel_reason=reason)
     run.result = Result(device=info.device, probe=probe, profile=found.file, command=run.command)
     return found._replace(planned=planned)
@@ -234,7 +235,7 @@ def tune(run: Run, steps: int) -> None:
     """
     options, process = run.options, run.process
     has_trials, tunes_rate = options.command in ("tune", "fit") and options.trials != 0, options.tune_lr
-    if (has_trials or tunes_rate) and process.info.shards is not None:
+    if (has_trials or tunes_rate) and options.parallel == "shard":
         run.progress.note("nothing is tuned, because the ranks share the model")
         has_trials = tunes_rate = False
     finding = check_loss(run, lambda *asked: process.call("the check of the loss", examine_run, *asked))
@@ -352,7 +353,7 @@ def begin(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
         if earlier is not None:
             run.progress.note(f"moved the earlier run of {out} to {earlier}")
     # A child has ended by now, and its memory is free for the training.
-    if isinstance(process, ThisProcess) and info.shards is None:
+    if isinstance(process, ThisProcess) and run.options.parallel != "shard":
         setup = process.setup
     else:
         setup = open_to_train(run, find_workload(run.workload, options.seed))
@@ -423,7 +424,7 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
 def open_to_train(run: Run, workload: Workload) -> Setup:
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     run.progress.doing(OPENING)
-    return open_setup(workload, run.options, run.role(run.ranks.rank))
+    return open_setup(workload, run.options, run.ranks.world, rank=run.ranks.rank)
 
 
 def batches_of(run: Run, setup: Setup) -> GlobalBatchSampler:

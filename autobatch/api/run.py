@@ -19,7 +19,6 @@ from autobatch.core.records import Plan
 from autobatch.core.version import versions
 from autobatch.distributed.ranks import VERDICT, Ranks, launched_world
 from autobatch.rehearsal.process import ChildProcess, SetupProcess
-from autobatch.rehearsal.setup import Role
 from autobatch.report.result import Result
 from autobatch.training.checkpoint import Loaded
 from autobatch.training.metrics import Sink, Until
@@ -82,11 +81,6 @@ class Run:
         if self.options.command == "plan" and self.ranks.world == 1:
             return self.world_size or launched_world(os.environ)
         return self.ranks.world
-
-    def role(self, rank: int | None = None) -> Role:
-        """Return the part of a process that trains as this rank; None for one that tries steps of a rank."""
-        world = self.ranks.world
-        return Role(world=world, shards=world if self.options.parallel == "shard" else None, rank=rank)
 
     @property
     def plan(self) -> Plan:
