@@ -33,7 +33,6 @@ from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.device.allocator import new_allocator
 from autobatch.device.profiles import data_home
-from autobatch.device.select import device_kind
 from autobatch.distributed.ranks import agree_on_limit
 from autobatch.distributed.shared_stream import open_sampler, split_note
 from autobatch.estimates.estimator import estimate_limits
@@ -99,8 +98,6 @@ def run_command(run: Run) -> Result:
         AutobatchError: see `autobatch.training.run.train`.
     """
     agree_on_options(run)
-    if run.workload is None and run.options.memory_budget is None:
-        run.settle(memory_budget=demo.MEMORY_BUDGET.get(device_kind(run.options.device)))
     if run.ranks.rank == 0:
         check_trackers(run.options.log)
     if run.options.command == "fit":
@@ -356,11 +353,11 @@ def begin(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
     if isinstance(process, ThisProcess) and run.options.parallel != "shard":
         setup = process.setup
     else:
-        setup = open_to_train(run, find_workload(run.workload, options.seed))
+        setup = _open_to_train(run, find_workload(run.workload, options.seed))
         check_same_data([info.data, data_of_setup(setup)], ["the probe", "the process that trains"])
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
-    return setup, batches_of(run, setup), info.data
+    return setup, _sampler_of(run, setup), info.data
 
 
 def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
@@ -382,8 +379,8 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
         )
     if run.options.parallel == "auto":
         run.settle(parallel="shard" if stored.parallel == "shard" and ranks.world > 1 else "replicate")
-    setup = open_to_train(run, workload)
-    sampler = batches_of(run, setup)
+    setup = _open_to_train(run, workload)
+    sampler = _sampler_of(run, setup)
     schedule = setup.workload.schedule
     scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
     check_same_run(checkpoint, sampler, is_scheduled=scheduled)
@@ -421,13 +418,13 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
     return setup, sampler, data
 
 
-def open_to_train(run: Run, workload: Workload) -> Setup:
+def _open_to_train(run: Run, workload: Workload) -> Setup:
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     run.progress.doing(OPENING)
     return open_setup(workload, run.options, run.ranks.world, rank=run.ranks.rank)
 
 
-def batches_of(run: Run, setup: Setup) -> GlobalBatchSampler:
+def _sampler_of(run: Run, setup: Setup) -> GlobalBatchSampler:
     """Return the batches of the run."""
     if setup.stream is not None:
         note = split_note(setup.workload.train_data[0], run.ranks)

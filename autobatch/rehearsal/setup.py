@@ -22,10 +22,11 @@ from autobatch.device.allocator import AllocatorConfig
 from autobatch.device.base import Device
 from autobatch.device.cuda import allocator_options
 from autobatch.device.oom import memory_named
-from autobatch.device.select import open_device
+from autobatch.device.select import device_kind, open_device
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.step.train_state import StepSettings
+from autobatch.workload import demo
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import DataDigest, digest_data
@@ -115,9 +116,12 @@ def open_setup(workload: Workload, options: Options, world: int = 1, *, rank: in
     """
     check_loss_of_ranks(workload, world)
     shards = world if options.parallel == "shard" else None
+    budget = options.memory_budget
+    if budget is None and workload.model is demo.network:
+        budget = demo.MEMORY_BUDGET.get(device_kind(options.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = scanned(workload)
-    device = open_device(options.device, memory_budget=options.memory_budget, environ=os.environ)
+    device = open_device(options.device, memory_budget=budget, environ=os.environ)
     with seeded(options.seed), memory_named("the model was built"):
         # Ranks that share a model get its first values from rank 0.
         on_meta = None if shards is None else built_on_meta(workload)
