@@ -377,8 +377,8 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
         raise InputError(
             "--parallel shard cannot resume a run of whole models: leave it out, or begin a new run"
         )
-    if run.options.parallel == "auto":
-        run.settle(parallel="shard" if stored.parallel == "shard" and ranks.world > 1 else "replicate")
+    if run.options.parallel == "auto" and ranks.world > 1:
+        run.settle(parallel=stored.parallel or "replicate")
     setup = _open_to_train(run, workload)
     sampler = _sampler_of(run, setup)
     schedule = setup.workload.schedule

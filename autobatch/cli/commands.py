@@ -90,11 +90,7 @@ def profiles(words: list[str]) -> Answer:
         case ["list"]:
             known = list_profiles()
             rows = [["NAME", "MEMORY", "CC", "GPU"]]
-            for profile in known:
-                capability = ".".join(map(str, profile.compute_capability))
-                measured = " (measured)" if profile.total.measured else ""
-                title = f"{profile.title}{measured}"
-                rows.append([profile.name, format_bytes(profile.total_bytes), capability, title])
+            rows += [[of.name, format_bytes(of.total_bytes), of.capability, of.title] for of in known]
             content = {"schema": SCHEMA, "autobatch": __version__, "profiles": known}
             remark, width = "CC: compute capability. Sources: profiles show NAME", terminal_width()
             return content, "\n".join([*aligned(rows, width), *folded(remark, width, 0)])
