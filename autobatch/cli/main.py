@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from autobatch.cli.output import (
     PARTS,
+    SafeStream,
     describe_failure,
     output_of_run,
     print_error,
@@ -25,8 +26,6 @@ from autobatch.core.text import printable_lines, quoted
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
-    from io import TextIOWrapper
-
     from autobatch.core.options import Options
     from autobatch.distributed.ranks import Ranks
     from autobatch.report.result import Estimates, Result
@@ -75,18 +74,19 @@ SCRIPTED = ("fit", "plan", "probe")
 def main() -> NoReturn:
     """Run a command and exit with its code."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started this process
+        stream = getattr(sys, name)
+        if stream is None:  # closed by who started this process
             null = os.open(os.devnull, os.O_WRONLY)
             os.set_inheritable(null, True)
-            setattr(sys, name, os.fdopen(null, "w"))
-    for stream in (sys.stdout, sys.stderr):
+            stream = os.fdopen(null, "w")
         # A character that the terminal cannot show must not end a run.
-        cast("TextIOWrapper", stream).reconfigure(errors="replace")
+        stream.reconfigure(errors="replace")
+        setattr(sys, name, SafeStream(stream))
     code = run(sys.argv[1:])
-    try:
-        sys.stdout.flush()
-    except OSError:  # Python must not try to write the rest of the buffer at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    failure = cast("SafeStream", sys.stdout).failure
+    if failure is not None:
+        print_error(f"standard output: {failure.strerror}")
+        code = code or 1
     if os.environ.get("WORLD_SIZE", "1") != "1":
         end_now(code)  # a rank must not wait at exit for connections to ranks that are gone
     # The collections at the end of a process with torch take half a second, and free what ends anyway.
@@ -96,8 +96,6 @@ def main() -> NoReturn:
 
 def end_now(code: int) -> NoReturn:
     """End this process without the handlers that run at an exit, but delete what they would."""
-    sys.stdout.flush()
-    sys.stderr.flush()
     # Only here, and in `run`: the help does not need it.
     import shutil
 
@@ -203,8 +201,8 @@ def show_result(workload: str | None, options: Options, ranks: Ranks, line: str)
     is_copy = ranks.world == 1 and may_copy(options.device) and not options.resume
     child = ChildProcess(is_copy=is_copy)
     with contextlib.ExitStack() as held:
-        stream = held.enter_context(output_of_run(as_json=options.json))
-        terminal = held.enter_context(Terminal(stream, quiet=options.quiet or ranks.rank > 0))
+        held.enter_context(output_of_run(as_json=options.json))
+        terminal = held.enter_context(Terminal(sys.stdout, quiet=options.quiet or ranks.rank > 0))
         terminal.begin(", ".join(options.snapshot) or workload, predicts=predicts)
         terminal.doing("importing torch")
         if not (predicts or is_copy or options.resume):

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError, UserCodeError
 from autobatch.core.text import error_text, one_line
@@ -24,7 +24,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 class SafeStream:
-    """Stream that drops what cannot be written, so that training continues.
+    """Output that drops all from the first text on that cannot be written, so that training continues.
 
     Args:
         stream: the stream to write to; its other attributes are passed on.
@@ -40,10 +40,9 @@ class SafeStream:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except BrokenPipeError:
-            pass
         except OSError as error:
-            self.failure = OSError(error.errno, error.strerror, "standard output")
+            self.failure = None if isinstance(error, BrokenPipeError) else error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         return len(text)
 
     def flush(self) -> None:
@@ -54,31 +53,21 @@ class SafeStream:
 
 
 @contextlib.contextmanager
-def output_of_run(*, as_json: bool) -> Iterator[TextIO]:
-    """Yield the stream for what people read.
+def output_of_run(*, as_json: bool) -> Iterator[None]:
+    """Keep standard output for one JSON object, if that was asked for.
 
-    If standard output is for one JSON object, all else goes to standard error within the block, also what C
-    code and child processes write.
-
-    Raises:
-        OSError: after the block, if standard output lacks a part of what was written.
+    All else goes to standard error within the block, also what C code and child processes write.
     """
-    if not as_json:
-        stream = SafeStream(sys.stdout)
-        yield cast("TextIO", stream)
-        if stream.failure is not None:
-            raise stream.failure
-        return
-    sys.stdout.flush()
     with contextlib.ExitStack() as restored:
-        with contextlib.suppress(OSError, ValueError):  # captured output has no descriptor
-            number = sys.stdout.fileno()
-            copy = os.dup(number)
-            restored.callback(os.close, copy)
-            restored.callback(os.dup2, copy, number)
-            os.dup2(sys.stderr.fileno(), number)
-        restored.enter_context(contextlib.redirect_stdout(sys.stderr))
-        yield cast("TextIO", SafeStream(sys.stderr))
+        if as_json:
+            with contextlib.suppress(OSError, ValueError):  # captured output has no descriptor
+                number = sys.stdout.fileno()
+                copy = os.dup(number)
+                restored.callback(os.close, copy)
+                restored.callback(os.dup2, copy, number)
+                os.dup2(sys.stderr.fileno(), number)
+            restored.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
 
 
 def print_error(line: str) -> None:
@@ -96,8 +85,7 @@ def terminal_width() -> int | None:
 
 def write_line(text: str) -> int:
     """Write to standard output, and return 0, the exit code of a command that is done then."""
-    with output_of_run(as_json=False) as stream:
-        stream.write(f"{text}\n")
+    sys.stdout.write(f"{text}\n")
     return 0
 
 

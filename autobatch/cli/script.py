@@ -19,6 +19,7 @@ from autobatch.cli.output import (
     output_of_run,
     raise_on_termination,
     write_json,
+    write_line,
 )
 from autobatch.cli.parser import options_of, read_words
 from autobatch.core.errors import InputError
@@ -92,9 +93,9 @@ def run_script(name: str, words: list[str]) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     filled: list[str] = []
     with (
-        output_of_run(as_json=options.json) as stream,
+        output_of_run(as_json=options.json),
         raise_on_termination(),
-        Terminal(stream, quiet=options.quiet) as terminal,
+        Terminal(sys.stdout, quiet=options.quiet) as terminal,
     ):
         terminal.begin(shlex.join(command))
         terminal.doing("reading the GPU")
@@ -115,7 +116,7 @@ def run_script(name: str, words: list[str]) -> int:
         terminal.finish(result)
         if (plan := result.plan) is not None:
             filled = fill(command, plan.micro_batch, plan.accumulation_steps, plan.world_size)
-            stream.write(f"{'run':<{LABEL}}{shlex.join(filled)}\n")
+            write_line(f"{'run':<{LABEL}}{shlex.join(filled)}")
     if name == "fit":
         become(filled, os.environ)
     if options.json:
@@ -159,8 +160,6 @@ def become(words: list[str], environ: Mapping[str, str]) -> NoReturn:
     Raises:
         InputError: it cannot be started.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
     try:
         os.execvpe(words[0], words, environ)
     except OSError as error:
