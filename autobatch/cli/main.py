@@ -129,7 +129,7 @@ def run_command(name: str, words: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "see autobatch --help"
         raise InputError(f"there is no command {quoted(name)}; {hint}")
-    from autobatch.cli import commands, script
+    from autobatch.cli import commands
     from autobatch.cli.parser import HelpAsked
     from autobatch.core.options import COMMANDS as OPENING
     from autobatch.distributed.launch import refuse_ranks
@@ -140,8 +140,8 @@ def run_command(name: str, words: list[str]) -> int:
             return run_workload(name, words)
         refuse_ranks(os.environ, name)
         if is_program:
-            return script.run_script(name, words)
-        return script.record(words) if name == "record" else commands.run_command(name, words)
+            return commands.run_program(name, words)
+        return commands.record(words) if name == "record" else commands.run_command(name, words)
     except HelpAsked as asked:
         return write_line(str(asked))
 
