@@ -154,8 +154,10 @@ def limit(run: Run) -> Limit:
         reason = "a whole model fits on each rank, so each has its own"
         rank = next((rank for rank, line in enumerate(refusals) if line is not None), None)
         if rank is not None:
-            reason = f"no whole model fits on rank {rank}, so the ranks share it (--parallel shard): "
-            reason += f"{refusals[rank]}"
+            reason = (
+                f"no whole model fits on rank {rank}, so the ranks share it (--parallel shard): "
+                f"{refusals[rank]}"
+            )
             run.progress.note(reason)
             run.settle(parallel="shard")
             open_workload(run)
