@@ -43,18 +43,6 @@ KeyValue = str | int | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Role:
-    """Part that a process takes among the ranks: plain values, which travel to a child process."""
-
-    world: int = 1
-    """Ranks that train together, each on a device of its own."""
-    shards: int | None = None
-    """Ranks that share the model; None if each has a whole one."""
-    rank: int | None = None
-    """Rank of a process that trains; None in one that runs the steps of a rank without the other ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Setup(StepSettings):
     """Model, data, device and settings of attempts and trials, each of which leaves them unchanged."""
 
@@ -71,7 +59,10 @@ class Setup(StepSettings):
     """True for a loop of the user's own, which keeps each micro-batch until the next one is there."""
     sharding: Sharding | None = None
     """The parts of a rank without the others; None if each rank has a whole model, or to train."""
-    role: Role = Role()
+    world: int = 1
+    """Ranks that train together, each on a device of its own."""
+    shards: int | None = None
+    """Ranks that share the model; None if each has a whole one."""
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -99,8 +90,6 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Models the device's allocator: `Allocator` itself if it caches nothing."""
     largest_sample: tuple[int, float] | None = None
     """Index and size of the largest sample; None if all sizes are equal."""
-    shards: int | None = None
-    """Ranks that share the model; None if each has a whole one."""
     data: DataDigest | None = None
     """What tells the training data from others; None for a stream, and for values that are never the same."""
     notes: list[str] = []
@@ -112,22 +101,20 @@ def with_knobs(setup: Setup, knobs: Mapping[str, Value]) -> Setup:
     return replace(setup, precision=precision, knobs=knobs)
 
 
-def open_setup(
-    workload: Workload,
-    options: Options,
-    role: Role = Role(),
-) -> Setup:
+def open_setup(workload: Workload, options: Options, world: int = 1, *, rank: int | None = None) -> Setup:
     """Open the device and build the model. Random states stay, and no sample is read yet.
 
     Args:
         workload: what to train.
         options: options of the run.
-        role: part of this process among the ranks.
+        world: ranks that train together.
+        rank: of a process that trains; None for one that runs the steps of a rank without the other ranks.
 
     Raises:
         InputError: the device, the budget or the model is invalid, or ranks cannot train the loss.
     """
-    check_loss_of_ranks(workload, role.world)
+    check_loss_of_ranks(workload, world)
+    shards = world if options.parallel == "shard" else None
     budget = options.memory_budget
     if budget is None and workload.model is demo.network:
         budget = demo.MEMORY_BUDGET.get(device_kind(options.device))
@@ -136,18 +123,18 @@ def open_setup(
     device = open_device(options.device, budget)
     with seeded(options.seed), memory_named("the model was built"):
         # Ranks that share a model get its first values from rank 0.
-        on_meta = None if role.shards is None else built_on_meta(workload)
+        on_meta = None if shards is None else built_on_meta(workload)
         if on_meta is not None:
             # Only here: importing FSDP takes a second, which a run without it saves.
             from autobatch.distributed.shard import check_sharding
 
             check_sharding(on_meta, options.precision)
-        model = build_model(workload) if on_meta is None or role.rank == 0 else on_meta
+        model = build_model(workload) if on_meta is None or rank == 0 else on_meta
     sharding = None
-    if role.shards is not None and role.rank is None:
+    if shards is not None and rank is None:
         from autobatch.distributed.shard import sharding_alone
 
-        sharding = sharding_alone(role.shards, device.torch_device.type)
+        sharding = sharding_alone(shards, device.torch_device.type)
     return Setup(
         workload=workload,
         stream=stream,
@@ -159,9 +146,10 @@ def open_setup(
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
         whole_batch=options.target_batch if isinstance(workload.loss, WholeBatchLoss) else None,
-        keeps_batches=options.command == "plan" and role.shards is None,
+        keeps_batches=options.command == "plan" and shards is None,
         sharding=sharding,
-        role=role,
+        world=world,
+        shards=shards,
     )
 
 
@@ -240,7 +228,6 @@ def describe_setup(setup: Setup) -> SetupInfo:
         new_allocator=setup.device.new_allocator,
         largest_sample=setup.worst_case.largest(),
         data=data,
-        shards=setup.role.shards,
         notes=[
             *device.notes,
             *stream_notes(workload.train_data),
@@ -290,8 +277,8 @@ def setup_key(setup: Setup, device: DeviceRecord) -> dict[str, KeyValue]:
         **device_key(setup),
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
-        "world_size": setup.role.world,
-        "parallel": None if setup.role.shards is None else f"shard over {setup.role.shards}",
+        "world_size": setup.world,
+        "parallel": None if setup.shards is None else f"shard over {setup.shards}",
         "keeps_batches": 1 if setup.keeps_batches else None,
     }
 

@@ -70,7 +70,6 @@ def test_a_plan_is_for_the_ranks_that_were_asked_for_or_launched(
 @pytest.mark.parametrize(
     ("workload", "options", "said"),
     [
-        (work, {"lr_rule": "linear"}, "base_batch"),
         (lambda: work(lambda: nn.Sequential(nn.LazyLinear(4))), {}, "the model has a lazy module"),
         (ragged_workload, {"world_size": 2, "split": "size"}, "--split size needs the sizes of all samples"),
     ],

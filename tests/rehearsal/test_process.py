@@ -20,7 +20,7 @@ from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
 from autobatch.rehearsal.process import ChildCrashed, ChildProcess, import_torch, open_process
 from autobatch.rehearsal.rehearsal import Outcome, attempt
-from autobatch.rehearsal.setup import Role, Setup
+from autobatch.rehearsal.setup import Setup
 from autobatch.search.runs import run_attempt
 from tests.support.commandline import SMALL
 
@@ -62,7 +62,7 @@ def child(folder: Path, function: str) -> Iterator[ChildProcess]:
     file = folder / "train.py"
     file.write_text(f"{SMALL}\n{FAILS_AT_3}\n")
     with ChildProcess() as process:
-        yield process.open(f"{file}:{function}", SETTINGS, Role())
+        yield process.open(f"{file}:{function}", SETTINGS, 1)
 
 
 def pid(setup: Setup) -> int:
@@ -187,7 +187,7 @@ def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
     others = set(multiprocessing.active_children())
     with ChildProcess(is_copy=is_copy) as early:
         started = (set(multiprocessing.active_children()) - others).pop().pid
-        with open_process(None, SETTINGS, Role(), early) as process:
+        with open_process(None, SETTINGS, 1, early) as process:
             assert process.call("a look", pid) == started
             assert ("made_before_the_copy" in process.call("a look", modules)) is is_copy
             assert list(tmp_path.iterdir()) == []
