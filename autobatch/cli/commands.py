@@ -106,7 +106,7 @@ def profiles(words: list[str]) -> Answer:
 
 
 def compare(words: list[str]) -> Answer:
-    """Print runs side by side: what differs between them, what each planned and what it reached.
+    """Compare runs: print what differs between them, what each planned and what it reached.
 
     usage: autobatch compare RUN RUN … [--json]
 

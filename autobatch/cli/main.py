@@ -42,7 +42,7 @@ COMMANDS = {
     "init": "write a program to start from, and its options",
     "record": "record the memory of any program, for estimate --snapshot",
     "profiles": "hardware profiles: list, show NAME",
-    "compare": "show runs side by side: compare RUN RUN",
+    "compare": "show what differs: compare RUN RUN",
     "doctor": "show devices, memory, versions, and what is missing",
 }
 HELP = f"""\

@@ -1,10 +1,9 @@
-"""Tables of text: the sizes and trials of a run, runs side by side, and all that an estimate says."""
+"""Tables of text: the sizes and trials of a run, runs compared, and all that an estimate says."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
 from typing import NamedTuple, TypeVar
 
 from autobatch.core.options import all_fields, spelled
@@ -15,8 +14,8 @@ from autobatch.report.facts import facts_of
 from autobatch.report.words import count, decimal, moment, plural
 
 T = TypeVar("T")
-LEAST_CELL = 16
-"""Columns of a terminal that a cell of a wide table has at least."""
+WIDEST_FIGURE = 16
+"""Columns of the widest cell of a column of figures."""
 TOP_MODULES = 5
 """Modules that an explanation names, those with the most activations."""
 
@@ -32,39 +31,34 @@ class Table(NamedTuple):
 def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
     """Return rows as lines of text with columns of equal width. Narrow ones with numbers end at their right.
 
-    What is wider than the terminal is folded within its cells, and then continued below, with the first
-    column again.
+    If the table is wider than the terminal, the cells of each row follow its first one, a line each.
 
     Args:
-        rows: the cells; the first column names the row.
+        rows: the cells. The first row names the columns, the first column the rows.
         width: of the terminal; None for no limit.
     """
     table = [[printable(cell) for cell in row] for row in rows]
-    columns = [list(column) for column in zip(*table, strict=True)]
+    columns = list(zip(*table, strict=True))
     wide = [max(map(len, column)) for column in columns]
-    is_text = [
-        not at or wide[at] > LEAST_CELL or not any(cell[:1].isdigit() for cell in column)
+    if width is not None and sum(wide) + 2 * len(wide) - 2 > width:
+        names = [name.ljust(max(map(len, table[0][1:]))) for name in table[0]]
+        lines = [
+            f"  {name}  {cell}" if at else cell
+            for row in table[1:]
+            for at, (name, cell) in enumerate(zip(names, row, strict=True))
+            if cell
+        ]
+        return [part for line in lines for part in folded(line, width, 4)]
+    is_figure = [
+        at > 0 and wide[at] <= WIDEST_FIGURE and any(cell[:1].isdigit() for cell in column)
         for at, column in enumerate(columns)
     ]
-    if width is not None and sum(wide) + 2 * len(wide) - 2 > width:
-        half = max(LEAST_CELL, (width - wide[0]) // 2 - 2)
-        cells = [[row[:1], *(textwrap.wrap(cell, half) for cell in row[1:])] for row in table]
-        lined = chain.from_iterable(zip_longest(*row, fillvalue="") for row in cells)
-        columns = [list(column) for column in zip(*lined, strict=True)]
-        wide = [max(map(len, column)) for column in columns]
-    parts = [[0]]
-    for at in range(1, len(columns)):
-        is_over = width is not None and sum(wide[part] + 2 for part in parts[-1]) + wide[at] > width
-        if is_over and len(parts[-1]) > 1:
-            parts.append([0])
-        parts[-1].append(at)
-    lines: list[str] = []
-    for part in parts:
-        lines += [""] * bool(lines)
-        for row in zip(*columns, strict=True):
-            shown = [row[at].ljust(wide[at]) if is_text[at] else row[at].rjust(wide[at]) for at in part]
-            lines += ["  ".join(shown).rstrip()] if any(row[at] for at in part) else []
-    return lines
+    return [
+        "  ".join(
+            cell.rjust(wide[at]) if is_figure[at] else cell.ljust(wide[at]) for at, cell in enumerate(row)
+        ).rstrip()
+        for row in table
+    ]
 
 
 def folded(line: str, width: int | None, indent: int) -> list[str]:
