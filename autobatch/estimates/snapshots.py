@@ -38,7 +38,7 @@ from autobatch.estimates.suggestions import helpful
 from autobatch.footprint.alignment import Aligned, Apart, Sized, align
 from autobatch.planning import equal_parts_note, program_plan
 from autobatch.report.result import Estimates
-from autobatch.report.words import count, plural
+from autobatch.report.words import plural
 
 MOST_LINES = 12
 """Lines of the program in an explanation, those with the most bytes."""
@@ -235,7 +235,7 @@ class _Program(NamedTuple):
             lives = "are not live at the peak"
             if self.apart_bytes:
                 lives = f"are {self.share:.0%} of the peak. Recordings at larger sizes say more"
-            blocks = count(len(self.recording.stacks))
+            blocks = f"{len(self.recording.stacks):,}"
             yield (
                 f"{plural(len(self.unpaired), 'block')} of {blocks} are not in all recordings, or grow by no "
                 f"rule: taken as at {self.size}, where they {lives}"

@@ -24,7 +24,6 @@ from autobatch.core.records import (
 )
 from autobatch.core.units import format_bytes
 from autobatch.report.words import (
-    count,
     decimal,
     knobs_in_words,
     loss_in_words,
@@ -97,7 +96,7 @@ def _fits_facts(run: RunRecord) -> Iterator[Fact]:
     plan, probe = run.plan, run.probe
     place = f" in {format_bytes(run.device.budget_bytes)}"
     if plan is not None and (probe is None or not is_probed_configuration(probe, plan)):
-        before = "" if probe is None else f", {count(probe.micro_batch)} before"
+        before = "" if probe is None else f", {probe.micro_batch:,} before"
         tuned = f"{plural(plan.micro_batch, 'sample')} at a time{place} as tuned{before}"
         yield Fact("fits", "fits", tuned, "main")
     elif probe is not None:
@@ -123,7 +122,7 @@ def _describe_fits(probe: Probe, place: str, size: str) -> str:
     bound, is_saved = probe.upper_bound_by or "cap", probe.source.startswith("saved ")
     runs = f"{probe.source.replace(' ', ' on ')}, confirmed by one run"
     runs = runs if is_saved else plural(len(probe.attempts), "test run")
-    more = count(probe.micro_batch + probe.multiple)
+    more = f"{probe.micro_batch + probe.multiple:,}"
     evidence = {
         "run": f"{more} ran and do not",
         "error": f"{more} do not run, for another reason than memory",
@@ -141,11 +140,11 @@ def _describe_fits(probe: Probe, place: str, size: str) -> str:
 def on_each_rank(world: int, parallel: str | None) -> str:
     """Return the ranks that each do what is said; empty for one process."""
     shared = ", which share the model" if parallel == "shard" else ""
-    return "" if world == 1 else f" on each of {count(world)} ranks{shared}"
+    return "" if world == 1 else f" on each of {world:,} ranks{shared}"
 
 
 def _plan_facts(plan: Plan) -> Iterator[Fact]:
-    parts = [f"batch {count(plan.target_batch)} in {describe_split(plan)}"]
+    parts = [f"batch {plan.target_batch:,} in {describe_split(plan)}"]
     if plan.learning_rate:  # 0 for a program that knows its own, and its precision
         parts += filter(None, [plan.precision, knobs_in_words(plan.knobs)])
         rate, rule = f"lr {decimal(plan.learning_rate, 3)}", plan.learning_rate_rule
@@ -167,8 +166,8 @@ def describe_split(plan: Plan) -> str:
     sizes = plan.micro_batches
     words = plural(len(sizes), "micro-batch", "micro-batches")
     if len(set(sizes)) == 1:
-        return f"{words} of {count(sizes[0])}{ranks}"
-    kinds = ", ".join(f"{count(sizes.count(size))} × {count(size)}" for size in sorted({*sizes})[::-1])
+        return f"{words} of {sizes[0]:,}{ranks}"
+    kinds = ", ".join(f"{sizes.count(size):,} × {size:,}" for size in sorted({*sizes})[::-1])
     return f"{words} ({kinds}){ranks}"
 
 
@@ -223,7 +222,7 @@ def _training_facts(training: Training) -> Iterator[Fact]:
         recoveries = plural(training.oom_recoveries, "recovery", "recoveries")
         words.append(f"{recoveries} from out of memory")
         if training.micro_batch is not None:
-            words.append(f"micro-batch {count(training.micro_batch)} at the end")
+            words.append(f"micro-batch {training.micro_batch:,} at the end")
     yield Fact("training", "trained", ", ".join(words))
     if (peak := peak_bytes(training)) is not None:
         yield Fact("training", "peak memory", format_bytes(peak), "more")

@@ -11,7 +11,7 @@ from autobatch.core.records import Attempt, Estimate, Recorded, RunRecord, Trial
 from autobatch.core.text import module_in_words, printable
 from autobatch.core.units import format_bytes
 from autobatch.report.facts import facts_of
-from autobatch.report.words import count, decimal, moment, plural
+from autobatch.report.words import decimal, moment, plural
 
 T = TypeVar("T")
 WIDEST_FIGURE = 16
@@ -86,7 +86,7 @@ def table_of(caption: str, records: Sequence[T], cells: Mapping[str, Callable[[T
 def attempts_table(attempts: Sequence[Attempt]) -> Table:
     """Return a row for each size that ran."""
     cells: dict[str, Callable[[Attempt], str]] = {
-        "Micro-batch": lambda ran: count(ran.micro_batch),
+        "Micro-batch": lambda ran: f"{ran.micro_batch:,}",
         "Result": lambda ran: "fits" if ran.fits else "does not fit",
         "Peak allocated": lambda ran: format_bytes(ran.peak_allocated_bytes),
         "Peak reserved": lambda ran: format_bytes(ran.peak_reserved_bytes),
@@ -103,7 +103,7 @@ def trials_table(trials: Sequence[Trial]) -> Table:
         return lambda trial: str(trial.parameters.get(name, ""))
 
     cells: dict[str, Callable[[Trial], str]] = {
-        "Trial": lambda trial: count(trial.number + 1),
+        "Trial": lambda trial: str(trial.number + 1),
         "Samples/s": lambda trial: "" if trial.samples_per_s is None else decimal(trial.samples_per_s),
         "÷ default": lambda trial: "" if trial.relative is None else f"{trial.relative:.3f}",
         "Beyond the noise": lambda trial: "faster" if trial.is_faster else "",
@@ -124,15 +124,15 @@ def estimate_lines(
     cells: dict[str, Callable[[Estimate], str]] = {
         "GPU": lambda gpu: gpu.profile,
         "budget": lambda gpu: format_bytes(gpu.budget_bytes),
-        "micro-batch": lambda gpu: count(gpu.micro_batch) if gpu.fits else "does not fit",
+        "micro-batch": lambda gpu: f"{gpu.micro_batch:,}" if gpu.fits else "does not fit",
         "interval": lambda gpu: (
             ""
             if gpu.micro_batch_low == gpu.micro_batch_high
-            else f"{count(gpu.micro_batch_low)} to {count(gpu.micro_batch_high)}"
+            else f"{gpu.micro_batch_low:,} to {gpu.micro_batch_high:,}"
         ),
         "reserved": lambda gpu: format_bytes(gpu.peak_reserved_bytes),
         "precision": lambda gpu: gpu.precision or "",
-        "steps": lambda gpu: "" if gpu.plan is None else count(gpu.plan.accumulation_steps),
+        "steps": lambda gpu: "" if gpu.plan is None else f"{gpu.plan.accumulation_steps:,}",
     }
     table = table_of("", estimates, cells)
     yield from aligned([table.head, *table.rows], width)
@@ -144,7 +144,7 @@ def estimate_lines(
             on = "" if is_alone else f" on {gpu.profile}"
             yield from ("", f"predicted micro-batch{on} with a change:")
         for remedy in gpu.remedies or () if is_alone or not gpu.fits else ():
-            figure = count(remedy.micro_batch) if remedy.micro_batch else "does not fit"
+            figure = f"{remedy.micro_batch:,}" if remedy.micro_batch else "does not fit"
             yield f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
 
 

@@ -11,11 +11,6 @@ LARGE_LOSS = 1e6
 """From here on, digits after the point tell nothing."""
 
 
-def count(number: int) -> str:
-    """Write a whole number with thousands separators."""
-    return f"{number:,}"
-
-
 def decimal(number: float | None, digits: int = 4) -> str:
     """Write a number with a few significant digits; ``None`` becomes ``unknown``."""
     return "unknown" if number is None else significant(number, digits)
@@ -28,7 +23,7 @@ def moment(created: str | None) -> str:
 
 def plural(number: int, one: str, more: str | None = None) -> str:
     """Write a number with its noun: ``1 sample``, ``2 samples``."""
-    return f"{count(number)} {one if number == 1 else more or one + 's'}"
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
 def metric_in_words(name: str, value: float | None) -> str:
