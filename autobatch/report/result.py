@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from autobatch.core.errors import InputError
-from autobatch.core.files import METRICS, RESULT, UNREADABLE, read_json, read_steps
+from autobatch.core.files import METRICS, RESULT, UNREADABLE, read_steps
 from autobatch.core.records import (
     SCHEMA,
     DeviceRecord,
@@ -164,11 +164,11 @@ def load_run(folder: Path) -> RunRecord:
         InputError: ``result.json`` is missing or is not the result of a run, or metrics cannot be read.
     """
     try:
-        content = msgspec.convert(read_json(folder / RESULT), dict[str, Any])
+        content = msgspec.json.decode((folder / RESULT).read_bytes(), type=dict[str, Any])
         metrics = [record for _, record in read_steps(folder / METRICS)]
         known = {name: value for name, value in content.items() if value is not None}
         versions = {"autobatch": known["autobatch"]} if "autobatch" in known else {}
         defaults = {"title": folder.resolve().name, "versions": versions}
         return msgspec.convert(defaults | known | {"metrics": metrics}, RunRecord)
-    except (InputError, OSError, AttributeError, *UNREADABLE) as error:
+    except (OSError, *UNREADABLE) as error:
         raise InputError(f"{folder} is not the folder of a run: {error_text(error)}") from error

@@ -39,13 +39,16 @@ def test_a_run_without_training_is_named_by_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read: No such file"),
+        (None, "No such file"),
         (b"[]", "Expected `object`, got `array`"),
         (b"{}", "missing required field `device`"),
         (msgspec.json.encode({"device": a_device(), "notes": 5}), r"\$\.notes"),
-        (b'{"device": ' * 100_000, "is not JSON: "),
+        (b'{"device": ' * 100_000, "recursion"),
+        (b'{"device": "\xff"}', "Invalid UTF-8"),
+        (b'{"seconds": ' + b"9" * 5000 + b"}", ""),
+        (b"", "truncated"),
     ],
-    ids=range(5),
+    ids=range(8),
 )
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:
