@@ -138,9 +138,8 @@ def memory_figure(curve: MemoryCurve, budget_bytes: int, whose: str = "") -> Pic
         middles = [at + 0.5 for at in range(len(phases))]
         axes.set_xticks(middles, [phase.replace(" ", "\n") for phase in phases])
 
-    where = "" if curve.micro_batch is None else f" at micro-batch {curve.micro_batch:,}"
     share = f"{format_bytes(peak)} of {format_bytes(budget_bytes)}"
-    words = [f"The peak{where} is {share}, in {phases[int(places[peak_at])]}."]
+    words = [f"The peak at micro-batch {curve.micro_batch:,} is {share}, in {phases[int(places[peak_at])]}."]
     if "forward 2" in phases:
         words.append("Forward 2 and backward 2 are a further micro-batch, beside the gradients of the first.")
     if curve.modules:

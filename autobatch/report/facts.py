@@ -94,16 +94,15 @@ def device_facts(device: DeviceRecord) -> Iterator[Fact]:
 def _fits_facts(run: RunRecord) -> Iterator[Fact]:
     """Yield how many samples fit at a time, both as planned and as probed if these differ."""
     plan, probe = run.plan, run.probe
-    place = f" in {format_bytes(run.device.budget_bytes)}"
-    if plan is not None and (probe is None or not is_probed_configuration(probe, plan)):
-        before = "" if probe is None else f", {probe.micro_batch:,} before"
-        tuned = f"{plural(plan.micro_batch, 'sample')} at a time{place} as tuned{before}"
-        yield Fact("fits", "fits", tuned, "main")
-    elif probe is not None:
-        size = " of the largest size" if plan is not None and plan.size_cut is not None else ""
-        yield Fact("fits", "fits", _describe_fits(probe, place, size), "main")
     if probe is None:
         return
+    place = f" in {format_bytes(run.device.budget_bytes)}"
+    if plan is not None and not is_probed_configuration(probe, plan):
+        tuned = f"{plural(plan.micro_batch, 'sample')} at a time{place} as tuned"
+        yield Fact("fits", "fits", f"{tuned}, {probe.micro_batch:,} before", "main")
+    else:
+        size = " of the largest size" if plan is not None and plan.size_cut is not None else ""
+        yield Fact("fits", "fits", _describe_fits(probe, place, size), "main")
     errors = plural(probe.oom_count, "out-of-memory error") if probe.oom_count else "no out-of-memory error"
     yield Fact("fits", "runs", f"{plural(len(probe.attempts), 'size')} ran, with {errors}", "more")
 

@@ -164,11 +164,8 @@ def load_run(folder: Path) -> RunRecord:
         InputError: ``result.json`` is missing or is not the result of a run, or metrics cannot be read.
     """
     try:
-        content = msgspec.json.decode((folder / RESULT).read_bytes(), type=dict[str, Any])
+        run = msgspec.json.decode((folder / RESULT).read_bytes(), type=RunRecord)
         metrics = [record for _, record in read_steps(folder / METRICS)]
-        known = {name: value for name, value in content.items() if value is not None}
-        versions = {"autobatch": known["autobatch"]} if "autobatch" in known else {}
-        defaults = {"title": folder.resolve().name, "versions": versions}
-        return msgspec.convert(defaults | known | {"metrics": metrics}, RunRecord)
     except (OSError, *UNREADABLE) as error:
         raise InputError(f"{folder} is not the folder of a run: {error_text(error)}") from error
+    return msgspec.structs.replace(run, metrics=metrics)
