@@ -45,18 +45,9 @@ class LibraryLoop:
     """Lines on what was set in the library besides the plan."""
 
 
-class LibraryPlan(PlanResult, frozen=True, kw_only=True):
-    """A plan that was set in a library: equal micro-batches, and what is not exact about them."""
-
-    library: str
-
-    def __str__(self) -> str:
-        return f"{self.library}: {super().__str__()}"
-
-
 def plan_for(
     workload: Workload, loop: LibraryLoop, target_batch: int, **options: Unpack[Keywords]
-) -> LibraryPlan:
+) -> PlanResult:
     """Probe and plan in equal micro-batches, and note what the library's loop makes of them.
 
     Args:
@@ -99,9 +90,7 @@ def plan_for(
     limit = min(plan.micro_batch, plan.probe.micro_batch)
     plan = with_equal_parts(plan)
     remarks += _remarks(loop, workload, plan, limit)
-    fields = {name: getattr(plan, name) for name in plan.__struct_fields__}
-    fields["notes"] = [f"{loop.name}: {remark}" for remark in remarks]
-    return LibraryPlan(**fields, library=loop.name)
+    return msgspec.structs.replace(plan, notes=[f"{loop.name}: {remark}" for remark in remarks])
 
 
 def _remarks(loop: LibraryLoop, workload: Workload, plan: PlanResult, limit: int) -> Iterator[str]:

@@ -50,8 +50,7 @@ def plan(loader: Any = None, target_batch: int = 24, *, world: int = 1, **option
 def test_the_plan_is_what_the_library_runs() -> None:
     found = plan(None, 20, max_micro_batch=7)
     assert (found.micro_batch, found.accumulation_steps, found.micro_batches) == (5, 4, [5] * 4)
-    assert (found.target_batch, found.probe.micro_batch, found.library) == (20, 7, "accelerate")
-    assert str(found).splitlines()[0].startswith("accelerate: ")
+    assert (found.target_batch, found.probe.micro_batch) == (20, 7)
     assert "note: accelerate: the last step of each epoch has 4 of 20 samples" in str(found)
     assert "equal micro-batches of 1 in 23 accumulation steps" in plan(None, 23).notes[0]
     over_two = plan(None, 20, world=2, max_micro_batch=7)
