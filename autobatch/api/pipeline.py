@@ -148,7 +148,6 @@ def plan(run: Run) -> None:
     """Plan the batch in micro-batches that fit."""
     info, trace = run.process.info, run.limit.trace
     planned = _plan(run, run.limit.planned)
-    run.progress.planned(planned)
     if planned.learning_rate_rule == "none" and planned.base_batch not in (None, run.target):
         run.progress.note(f"learning rate {planned.learning_rate:g}: {planned.learning_rate_source}")
     curve = None
@@ -384,7 +383,6 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, RunInputs]:
     if not changes:
         progress.note(f"resuming from {checkpoint.path} on the same hardware")
         progress.opened(setup.device.describe())
-        progress.planned(stored)
         run.result = msgspec.structs.replace(earlier, plan=stored)
         # Somebody may have edited it since. On the same hardware all ranks find the same.
         finding = examine_loss(run, partial(examine_run, setup))

@@ -200,7 +200,6 @@ class Tuner:
             )
         for line in tuning.notes:
             self.progress.note(line)
-        self.progress.tuned(tuning)
         if not tuning.changes:
             return plan, tuning
         sizes = micro_batches(sum(plan.micro_batches), min(map(int, confirmed)), plan.multiple)
@@ -213,7 +212,6 @@ class Tuner:
             # The split is the plan itself.
             knobs={name: value for name, value in tuning.changes.items() if name not in (SPLIT, PRECISION)},
         )
-        self.progress.planned(plan)
         return plan, tuning
 
     def _search(self, trials: Trials) -> Search:

@@ -16,8 +16,8 @@ from autobatch.report.terminal import Terminal
 from tests.support.planted import PLANTED
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 
-SILENT = ("doing", "saved", "probed", "planned", "tuned")
-"""Events that only a live line shows, and those whose facts are printed once, at the end."""
+SILENT = ("doing", "saved")
+"""Events that only a live line shows."""
 EVENTS = [name for name, event in vars(Progress).items() if inspect.isfunction(event) and name not in SILENT]
 TRIAL = Trial(number=1, samples_per_s=1234.5, relative=1.234, parameters={"precision": "bf16"})
 RATE = LrTrial(number=0, learning_rate=0.004, note="diverged")
@@ -65,9 +65,7 @@ def test_the_facts_are_printed_once_at_the_end_also_in_a_terminal_and_if_quiet()
     known = a_run()
     names = ("device", "probe", "plan", "tuning", "training", "command")
     run = Result(**{name: getattr(known, name) for name in names})
-    events = (("probed", run.probe), ("planned", run.plan), ("tuned", run.tuning))
-    assert shown(*events) == ""
-    piped = shown(*events, ("finish", run), quiet=True)
+    piped = shown(("finish", run), quiet=True)
     for fact in final_facts(run):
         assert piped.count(f"{fact.label:<11}{fact.text}\n") == 1
     folded = shown(("finish", run), quiet=True, stream=ATerminal())
