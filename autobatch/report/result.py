@@ -69,7 +69,7 @@ class Result(Shown, RunRecord, frozen=True, kw_only=True):
         return HEAD | {name: msgspec.to_builtins(getattr(self, name), enc_hook=str) for name in names}
 
     def __str__(self) -> str:
-        facts = [fact for fact in final_facts(self, out=self.out) if fact.label != "report"]
+        facts = final_facts(self, out=self.out)
         return printable_lines("\n".join(f"{fact.label:<10} {fact.text}" for fact in facts))
 
     def _charts(self) -> list[str]:
@@ -106,11 +106,6 @@ class ProbeResult(Shown, Probe, frozen=True, kw_only=True):
 
     device: DeviceRecord
 
-    @property
-    def probe(self) -> Probe:
-        """The probe, under its name in the JSON."""
-        return self
-
     def __str__(self) -> str:
         return str(Result(device=self.device, probe=self))
 
@@ -122,11 +117,6 @@ class PlanResult(Shown, Plan, frozen=True, kw_only=True):
     probe: Probe
     notes: list[str] = []
     """Remarks of the probe and the plan, one per line."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan, under its name in the JSON."""
-        return self
 
     def __str__(self) -> str:
         run = Result(device=self.device, probe=self.probe, plan=self)

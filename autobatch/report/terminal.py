@@ -76,8 +76,6 @@ class Terminal(Progress):
         """Show what happens from now on. Only a terminal shows it, which removes the line again."""
         if self._line is not None:
             self._line.show([printable(act)], *self._steps)
-        elif self._console.is_dumb_terminal:
-            self._say(f"… {act}")
 
     def note(self, text: str) -> None:
         """Print a remark."""

@@ -60,7 +60,6 @@ def test_results_are_printed_as_a_summary_and_represented_in_one_line() -> None:
     estimates = Estimates(estimates=[an_estimate()], notes=["no GPU was used"])
     fits = "fits       93 samples at a time in 6.00 GiB; 94 ran and do not"
     assert str(result).splitlines()[0] == str(probe) == fits
-    assert plan.plan.target_batch == plan.target_batch == 1024
     assert str(plan).splitlines()[2:] == ["note: a remark"]
     assert str(estimates).splitlines()[-1] == "note: no GPU was used"
     assert repr(estimates) == "<Estimates: 90 on rtx-4090>"
