@@ -40,9 +40,8 @@ class Fact(NamedTuple):
     """The stage that it belongs to, and so its section of the report."""
     label: str
     text: str
-    kind: Literal["main", "detail", "whole", "more"] = "detail"
-    """``main`` for the few facts that answer the question, ``whole`` for a path or a command, whose line is
-    never broken, ``more`` for those that a terminal leaves out."""
+    kind: Literal["main", "detail", "more"] = "detail"
+    """``main`` for the few facts that answer the question, ``more`` for those that a terminal leaves out."""
 
 
 def facts_of(run: RunRecord, *, out: Path | None = None, report: Path | None = None) -> list[Fact]:
@@ -61,8 +60,8 @@ def facts_of(run: RunRecord, *, out: Path | None = None, report: Path | None = N
     if run.training is not None:
         facts += _training_facts(run.training)
         facts.append(Fact("files", "saved in", str(out or ""), "main"))
-    facts.append(Fact("files", "report", str(report or ""), "whole"))
-    facts.append(Fact("files", "run again", run.command or "", "whole"))
+    facts.append(Fact("files", "report", str(report or "")))
+    facts.append(Fact("files", "run again", run.command or ""))
     return [fact for fact in facts if fact.text]
 
 

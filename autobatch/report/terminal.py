@@ -135,7 +135,8 @@ class Terminal(Progress):
         self._end()
         for fact in final_facts(result, out=result.out, report=result.report):
             line = f"{fact.label:<{LABEL}}{printable(fact.text)}"
-            line = line if fact.kind == "whole" else "\n".join(folded(line, self._width, LABEL))
+            if fact.part != "files":  # a path or a command is copied whole
+                line = "\n".join(folded(line, self._width, LABEL))
             style = "bold" if fact.kind == "main" else "dim"
             self._console.print(Text(line, style=style), soft_wrap=True)
         for text in result.notes:
