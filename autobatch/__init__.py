@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autobatch.core import __version__ as __version__
 from autobatch.core.lazy import imported
-from autobatch.core.version import __version__ as __version__
 
 _MODULES = {
     "api.library": ("estimate", "fit", "plan", "probe", "tune"),

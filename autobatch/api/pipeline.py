@@ -26,12 +26,12 @@ from typing import Any
 import msgspec
 
 from autobatch.api.run import Run, agree_on_options, check_data_of_ranks, claim
+from autobatch.core import versions
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.files import REPORT, RESULT, write_atomic
 from autobatch.core.options import Options, fields_of, refuse
 from autobatch.core.records import Plan, Remedy, Tuning
 from autobatch.core.text import error_text
-from autobatch.core.version import versions
 from autobatch.device.allocator import new_allocator
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import agree_on_limit
@@ -44,8 +44,8 @@ from autobatch.footprint.explain import memory_curve
 from autobatch.planning import make_plan, split_over_ranks
 from autobatch.rehearsal.process import ThisProcess, open_process
 from autobatch.rehearsal.setup import Role, Setup, data_of_setup, open_setup
+from autobatch.report.facts import plural
 from autobatch.report.result import Estimates, Result, load_run
-from autobatch.report.words import plural
 from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split, read_sizes
 from autobatch.search.probe import Limit

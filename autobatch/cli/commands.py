@@ -17,13 +17,13 @@ import msgspec
 
 from autobatch.cli.output import terminal_width, write_json, write_line
 from autobatch.cli.parser import HELP_WORDS, read_words
+from autobatch.core import __version__
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.options import all_fields
 from autobatch.core.records import SCHEMA
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.units import format_bytes
-from autobatch.core.version import __version__
 from autobatch.device.profiles import data_home, list_profiles, profile_file, read_profile
 
 Answer = tuple[Any, str]

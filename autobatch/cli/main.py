@@ -20,9 +20,9 @@ from autobatch.cli.output import (
     write_line,
     write_log,
 )
+from autobatch.core import __version__
 from autobatch.core.errors import InputError
 from autobatch.core.text import printable_lines, quoted
-from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
     from io import TextIOWrapper

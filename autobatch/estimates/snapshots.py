@@ -37,8 +37,8 @@ from autobatch.estimates.gpus import Gpus, Spending, gpu_allocator
 from autobatch.estimates.suggestions import helpful
 from autobatch.footprint.alignment import Aligned, Apart, Sized, align
 from autobatch.planning import equal_parts_note, program_plan
+from autobatch.report.facts import plural
 from autobatch.report.result import Estimates
-from autobatch.report.words import plural
 
 MOST_LINES = 12
 """Lines of the program in an explanation, those with the most bytes."""

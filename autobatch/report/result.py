@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from autobatch.core import __version__
 from autobatch.core.errors import InputError
 from autobatch.core.files import METRICS, RESULT, UNREADABLE, read_steps
 from autobatch.core.records import (
@@ -23,7 +24,6 @@ from autobatch.core.records import (
     Training,
 )
 from autobatch.core.text import LONGEST_VALUE, error_text, printable, printable_lines
-from autobatch.core.version import __version__
 from autobatch.report.facts import final_facts
 from autobatch.report.tables import estimate_lines
 

@@ -10,8 +10,7 @@ from autobatch.core.options import all_fields, spelled
 from autobatch.core.records import Attempt, Estimate, Recorded, RunRecord, Trial
 from autobatch.core.text import module_in_words, printable
 from autobatch.core.units import format_bytes
-from autobatch.report.facts import facts_of
-from autobatch.report.words import decimal, moment, plural
+from autobatch.report.facts import decimal, facts_of, moment, plural
 
 T = TypeVar("T")
 WIDEST_FIGURE = 16

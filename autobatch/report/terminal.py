@@ -14,13 +14,21 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from autobatch.core import __version__
 from autobatch.core.progress import Progress
 from autobatch.core.text import LONGEST_VALUE, one_line, printable
 from autobatch.core.units import format_bytes
-from autobatch.core.version import __version__
-from autobatch.report.facts import describe_trial, device_facts, final_facts, peak_bytes
+from autobatch.report.facts import (
+    describe_trial,
+    device_facts,
+    final_facts,
+    loss_in_words,
+    metrics_in_words,
+    peak_bytes,
+    plural,
+    terms_in_words,
+)
 from autobatch.report.tables import estimate_lines, folded
-from autobatch.report.words import loss_in_words, metrics_in_words, plural, terms_in_words
 
 if TYPE_CHECKING:
     from autobatch.core.records import Attempt, DeviceRecord, LrTrial, StepRecord, Trial

@@ -32,7 +32,7 @@ from autobatch.core.records import Plan, Trial, Tuning
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
-from autobatch.report.words import knobs_in_words
+from autobatch.report.facts import knobs_in_words
 from autobatch.tuning.space import Knob, changes, choose_knobs, defaults, knobs_of
 from autobatch.tuning.study import open_study, run_trials, tried
 from autobatch.tuning.trial import Comparison, Trials, compare
