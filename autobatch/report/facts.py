@@ -141,9 +141,9 @@ def _plan_facts(plan: Plan) -> Iterator[Fact]:
     parts = [f"batch {plan.target_batch:,} in {describe_split(plan)}"]
     if plan.learning_rate:  # 0 for a program that knows its own, and its precision
         parts += filter(None, [plan.precision, knobs_in_words(plan.knobs)])
-        rate, rule = f"lr {decimal(plan.learning_rate, 3)}", plan.learning_rate_rule
+        rate, rule = f"lr {significant(plan.learning_rate)}", plan.learning_rate_rule
         by = rule if rule == "tuned" else f"{rule} rule"
-        factor = f" ({by}, × {decimal(plan.learning_rate_factor, 3)})"
+        factor = f" ({by}, × {significant(plan.learning_rate_factor)})"
         parts.append(rate if rule == "none" else rate + factor)
     yield Fact("plan", "plan", " · ".join(parts), "main")
     yield Fact("plan", "learning rate", plan.learning_rate_source, "more")
@@ -167,20 +167,20 @@ def describe_split(plan: Plan) -> str:
 
 def _tuning_facts(tuning: Tuning, kind: Literal["main", "detail"]) -> Iterator[Fact]:
     if tuning.trials:
-        speed = f"{decimal(tuning.best_samples_per_s, 3)} samples/s in the trials"
+        speed = f"{significant(tuning.best_samples_per_s)} samples/s in the trials"
         gain = f"at least {tuning.low or 0:.2f} × faster: {knobs_in_words(tuning.changes, ' + ')}"
         yield Fact("tuning", "tuned", f"kept the default, {speed}" if tuning.low is None else gain, kind)
     yield Fact("tuning", "offered", "; ".join(tuning.offers), kind)
     if (rate := tuning.learning_rate) is not None:
         best, default = (
-            f"{decimal(value, 3)} ({'no loss' if loss is None else f'loss {decimal(loss)}'})"
+            f"{significant(value)} ({'no loss' if loss is None else f'loss {significant(loss, 4)}'})"
             for value, loss in ((rate.best, rate.best_loss), (rate.default, rate.default_loss))
         )
         choice = f"kept {best}" if rate.best == rate.default else f"{best} instead of {default}"
         tried = f"{plural(rate.trials, 'learning rate')} tried in runs of {plural(rate.steps, 'step')}"
         yield Fact("tuning", "rate", f"{choice}: {tried}")
     if tuning.low is not None:
-        best, default = decimal(tuning.best_samples_per_s, 3), decimal(tuning.baseline_samples_per_s, 3)
+        best, default = significant(tuning.best_samples_per_s), significant(tuning.baseline_samples_per_s)
         yield Fact("tuning", "speeds", f"{best} samples/s, the default {default}", "more")
 
 
@@ -194,7 +194,7 @@ def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:
         return f"{what}: left out, {trial.note}"
     if changes and trial.relative is not None:
         return f"{what}: {trial.relative:.2f} × the default"
-    return f"{what}: {decimal(trial.samples_per_s, 3)} samples/s"
+    return f"{what}: {significant(trial.samples_per_s)} samples/s"
 
 
 def _training_facts(training: Training) -> Iterator[Fact]:
@@ -207,7 +207,7 @@ def _training_facts(training: Training) -> Iterator[Fact]:
     yield Fact("training", "reached", held_out if training.validation else f"training {loss}", "main")
     words = [plural(training.optimizer_steps, "step"), plural(training.samples, "sample")]
     if training.samples_per_s is not None:
-        words.append(f"{decimal(training.samples_per_s, 3)} samples/s")
+        words.append(f"{significant(training.samples_per_s)} samples/s")
     if training.validation:  # otherwise the line above has the loss
         words.append(loss)
     if training.skipped_steps:
@@ -227,11 +227,6 @@ def _training_facts(training: Training) -> Iterator[Fact]:
     yield Fact("training", "checkpoint", training.checkpoint or "", "more")
 
 
-def decimal(number: float | None, digits: int = 4) -> str:
-    """Write a number with a few significant digits; ``None`` becomes ``unknown``."""
-    return "unknown" if number is None else significant(number, digits)
-
-
 def moment(created: str | None) -> str:
     """Write a time of a record, which is UTC, to the minute: ``2026-11-22 17:14 UTC``; empty for None."""
     return f"{created[:16].replace('T', ' ')} UTC" if created else ""
@@ -247,7 +242,7 @@ def metric_in_words(name: str, value: float | None) -> str:
     if value is None:
         return f"{name} not finite"
     is_share = "acc" in name and 0 <= value <= 1
-    return f"{name} {100 * value:.2f} %" if is_share else f"{name} {decimal(value)}"
+    return f"{name} {100 * value:.2f} %" if is_share else f"{name} {significant(value, 4)}"
 
 
 def metrics_in_words(validation: Mapping[str, float | None]) -> list[str]:

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 from autobatch.core.options import all_fields, spelled
 from autobatch.core.records import Attempt, Estimate, Recorded, RunRecord, Trial
 from autobatch.core.text import module_in_words, printable
-from autobatch.core.units import format_bytes
-from autobatch.report.facts import decimal, facts_of, moment, plural
+from autobatch.core.units import format_bytes, significant
+from autobatch.report.facts import facts_of, moment, plural
 
 T = TypeVar("T")
 WIDEST_FIGURE = 16
@@ -89,7 +89,7 @@ def attempts_table(attempts: Sequence[Attempt]) -> Table:
         "Result": lambda ran: "fits" if ran.fits else "does not fit",
         "Peak allocated": lambda ran: format_bytes(ran.peak_allocated_bytes),
         "Peak reserved": lambda ran: format_bytes(ran.peak_reserved_bytes),
-        "Seconds": lambda ran: decimal(ran.seconds, 3),
+        "Seconds": lambda ran: significant(ran.seconds),
         "Reason": lambda ran: " in ".join(filter(None, (ran.reason, ran.phase))),
     }
     return table_of("Every size that ran, in order", attempts, cells)
@@ -103,7 +103,7 @@ def trials_table(trials: Sequence[Trial]) -> Table:
 
     cells: dict[str, Callable[[Trial], str]] = {
         "Trial": lambda trial: str(trial.number + 1),
-        "Samples/s": lambda trial: "" if trial.samples_per_s is None else decimal(trial.samples_per_s),
+        "Samples/s": lambda trial: "" if trial.samples_per_s is None else significant(trial.samples_per_s, 4),
         "÷ default": lambda trial: "" if trial.relative is None else f"{trial.relative:.3f}",
         "Beyond the noise": lambda trial: "faster" if trial.is_faster else "",
         **{name: knob(name) for name in sorted({name for trial in trials for name in trial.parameters})},
