@@ -69,24 +69,22 @@ def plan_for(
     options["split"] = "count"
     # The check is for autobatch's own sum; the notes below say what the library's sum is.
     options.setdefault("split_check", "off")
-    ranks = join_existing(loop.world_size) if loop.world_size > 1 else None
+    ranks = join_existing(loop.world_size)
     try:
         plan = autobatch.plan(workload, target_batch=target_batch, world_size=loop.world_size, **options)
     except Exception:
-        if ranks is not None:
-            ranks.gather(0)
+        ranks.gather(0)
         raise
     remarks = [*loop.remarks]
-    if ranks is None and loop.world_size > 1:
+    if ranks.world < loop.world_size:
         remarks.append("each process has planned for itself, because they are not connected yet")
-    if ranks is not None:
-        limits = ranks.gather(plan.micro_batch)
-        rank = limits.index(min(limits))
-        if not limits[rank]:
-            raise DoesNotFitError(f"rank {rank} has no plan: its own message says why")
-        if limits[rank] < plan.micro_batch:
-            remarks.insert(0, f"all ranks run micro-batches of at most {limits[rank]}, as fit on rank {rank}")
-            plan = msgspec.structs.replace(plan, micro_batch=limits[rank])
+    limits = ranks.gather(plan.micro_batch)
+    rank = limits.index(min(limits))
+    if not limits[rank]:
+        raise DoesNotFitError(f"rank {rank} has no plan: its own message says why")
+    if limits[rank] < plan.micro_batch:
+        remarks.insert(0, f"all ranks run micro-batches of at most {limits[rank]}, as fit on rank {rank}")
+        plan = msgspec.structs.replace(plan, micro_batch=limits[rank])
     limit = min(plan.micro_batch, plan.probe.micro_batch)
     plan = with_equal_parts(plan)
     remarks += _remarks(loop, workload, plan, limit)
