@@ -177,10 +177,9 @@ def check_resizable(loader: Any) -> None:
     # That of torchdata's stateful loader has the same fields.
     is_own = type(sampler) is not BatchSampler and not type(sampler).__module__.startswith("torchdata.")
     if not isinstance(loader, DataLoader) or is_own:
-        made = f" whose batches {kind_of(sampler)} makes" if isinstance(loader, DataLoader) else ""
         raise InputError(
-            f"the batch size of {kind_of(loader)}{made} cannot be changed: give a torch DataLoader of single "
-            "samples, with a batch_size, and plan before the library prepares it"
+            f"the batch size of {kind_of(loader)} cannot be changed: give a torch DataLoader of single "
+            "samples, with a batch_size and no batch_sampler, and plan before the library prepares it"
         )
 
 
