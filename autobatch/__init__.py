@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autobatch.core.version import __version__ as __version__
+from autobatch.core import __version__ as __version__
 
 _MODULES = {
     "api.library": ("estimate", "fit", "plan", "probe", "tune"),

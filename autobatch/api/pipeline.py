@@ -24,12 +24,12 @@ from pathlib import Path
 import msgspec
 
 from autobatch.api.run import Run, agree_on_options, check_data_of_ranks, claim
+from autobatch.core import versions
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.files import REPORT, RESULT, write_atomic
 from autobatch.core.options import Options, fields_of, refuse
 from autobatch.core.records import Plan, Remedy, Tuning
 from autobatch.core.text import error_text
-from autobatch.core.version import versions
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import agree_on_limit
 from autobatch.distributed.shared_stream import open_sampler, split_note
@@ -41,8 +41,8 @@ from autobatch.footprint.explain import memory_curve
 from autobatch.planning import make_plan, split_over_ranks
 from autobatch.rehearsal.process import ThisProcess, open_process
 from autobatch.rehearsal.setup import Setup, data_of_setup, open_setup
+from autobatch.report.facts import plural
 from autobatch.report.result import Estimates, Result, load_run
-from autobatch.report.words import plural
 from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split, read_sizes
 from autobatch.search.probe import Limit
@@ -194,7 +194,6 @@ def plan(run: Run, found: Limit) -> None:
     info, trace, probe = run.process.info, found.trace, run.result.probe
     assert probe is not None
     planned = _plan(run, found.planned)
-    run.progress.planned(planned)
     if planned.learning_rate_rule == "none" and planned.base_batch not in (None, run.target):
         run.progress.note(f"learning rate {planned.learning_rate:g}: {planned.learning_rate_source}")
     curve = None
@@ -395,7 +394,6 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
     if run.is_exact:
         progress.note(f"resuming from {checkpoint.path} on the same hardware")
         progress.opened(setup.device.describe())
-        progress.planned(stored)
         run.record(plan=stored)
         # Somebody may have edited it since. On the same hardware all ranks find the same.
         finding = check_loss(run, partial(examine_run, setup))

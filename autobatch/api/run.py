@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
+from autobatch.core import versions
 from autobatch.core.errors import InputError
 from autobatch.core.files import clean_unfinished
 from autobatch.core.options import Options, spelled
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan
-from autobatch.core.version import versions
 from autobatch.distributed.ranks import VERDICT, Ranks, launched_world
 from autobatch.rehearsal.process import ChildProcess, SetupProcess
 from autobatch.report.result import Result

@@ -31,13 +31,13 @@ from autobatch.cli.output import (
     write_line,
 )
 from autobatch.cli.parser import options_of, read_words
+from autobatch.core import __version__
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.options import Option, all_fields
 from autobatch.core.records import SCHEMA
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.units import format_bytes
-from autobatch.core.version import __version__
 from autobatch.device.profiles import data_home, list_profiles, profile_file, read_profile
 
 Answer = tuple[Any, str]
@@ -148,7 +148,7 @@ def profiles(words: list[str]) -> Answer:
 
 
 def compare(words: list[str]) -> Answer:
-    """Print runs side by side: what differs between them, what each planned and what it reached.
+    """Compare runs: print what differs between them, what each planned and what it reached.
 
     usage: autobatch compare RUN RUN … [--json]
 

@@ -21,9 +21,9 @@ from autobatch.cli.output import (
     write_line,
     write_log,
 )
+from autobatch.core import __version__
 from autobatch.core.errors import InputError
 from autobatch.core.text import printable_lines, quoted
-from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
     from autobatch.core.options import Options
@@ -40,7 +40,7 @@ COMMANDS = {
     "init": "write a program to start from, and its options",
     "record": "record the memory of any program, for estimate --snapshot",
     "profiles": "hardware profiles: list, show NAME",
-    "compare": "show runs side by side: compare RUN RUN",
+    "compare": "show what differs: compare RUN RUN",
     "doctor": "show devices, memory, versions, and what is missing",
 }
 HELP = f"""\

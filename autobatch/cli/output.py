@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from autobatch.core import __version__
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError, UserCodeError
 from autobatch.core.text import error_text, one_line
-from autobatch.core.version import __version__
 
 if TYPE_CHECKING:  # the help does not need it
     from pathlib import Path

@@ -23,7 +23,7 @@ from autobatch.device.profiles import HardwareProfile, list_profiles, load_profi
 from autobatch.device.trace import replay
 from autobatch.estimates.footprints import Footprint
 from autobatch.footprint.program import Fitting
-from autobatch.report.words import plural
+from autobatch.report.facts import plural
 
 LARGEST = 2**31 - 1
 """The largest micro-batch of any search, for a step whose memory does not grow."""

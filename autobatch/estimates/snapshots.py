@@ -45,8 +45,8 @@ from autobatch.estimates.gpus import Gpus, Spending
 from autobatch.estimates.suggestions import helpful
 from autobatch.footprint.program import align
 from autobatch.planning import equal_parts_note, program_plan
+from autobatch.report.facts import plural
 from autobatch.report.result import Estimates
-from autobatch.report.words import count, plural
 
 MOST_LINES = 12
 """Lines of the program in an explanation, those with the most bytes."""
@@ -241,7 +241,7 @@ class _Program(NamedTuple):
             lives = "are not live at the peak"
             if self.apart_bytes:
                 lives = f"are {self.share:.0%} of the peak. Recordings at larger sizes say more"
-            blocks = count(len(self.recording.stacks))
+            blocks = f"{len(self.recording.stacks):,}"
             yield (
                 f"{plural(len(self.unpaired), 'block')} of {blocks} are not in all recordings, or grow by no "
                 f"rule: taken as at {self.size}, where they {lives}"

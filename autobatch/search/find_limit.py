@@ -66,7 +66,6 @@ def find_limit(
         )
         limit = Limit(probe, trace=outcome.trace)
     probe = msgspec.structs.replace(limit.probe, precision=options.precision)
-    progress.probed(probe)
     limit = limit._replace(probe=probe, planned=probe.micro_batch)
     return limit if share is None else limit_of_plan(process, limit, share, options.seed, progress)
 

@@ -19,10 +19,10 @@ from typing import Annotated
 
 import msgspec
 
+from autobatch.core import __version__
 from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.text import printable
-from autobatch.core.version import __version__
 from autobatch.footprint.program import Program
 from autobatch.rehearsal.setup import KeyValue
 

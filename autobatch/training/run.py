@@ -17,6 +17,7 @@ import msgspec
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from autobatch.core import versions
 from autobatch.core.errors import (
     AutobatchError,
     DoesNotFitError,
@@ -31,7 +32,6 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Positive, StepRecord, Training
 from autobatch.core.signals import counts_as, stop_on_signals
-from autobatch.core.version import versions
 from autobatch.device.allocator import Allocator
 from autobatch.device.base import Meter
 from autobatch.device.oom import first_line, memory_named

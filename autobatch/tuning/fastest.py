@@ -32,7 +32,7 @@ from autobatch.core.records import Plan, Trial, Tuning
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import SetupProcess
-from autobatch.report.words import knobs_in_words
+from autobatch.report.facts import knobs_in_words
 from autobatch.tuning.space import Knob, changes, choose_knobs, defaults, knobs_of
 from autobatch.tuning.study import open_study, run_trials, tried
 from autobatch.tuning.trial import Comparison, Trials, compare
@@ -200,7 +200,6 @@ class Tuner:
             )
         for line in tuning.notes:
             self.progress.note(line)
-        self.progress.tuned(tuning)
         if not tuning.changes:
             return plan, tuning
         sizes = micro_batches(sum(plan.micro_batches), min(map(int, confirmed)), plan.multiple)
@@ -213,7 +212,6 @@ class Tuner:
             # The split is the plan itself.
             knobs={name: value for name, value in tuning.changes.items() if name not in (SPLIT, PRECISION)},
         )
-        self.progress.planned(plan)
         return plan, tuning
 
     def _search(self, trials: Trials) -> Search:
