@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autobatch.core.lazy import imported
-from autobatch.core.version import __version__ as __version__
+from autobatch.core import __version__ as __version__
 
 _MODULES = {
     "api.library": ("estimate", "fit", "plan", "probe", "tune"),
@@ -64,7 +64,13 @@ else:
         """Import a public name at first use (PEP 562): ``autobatch --help`` must not wait for torch."""
         for module, names in _MODULES.items():
             if name in names:
-                return getattr(imported(f"autobatch.{module}"), name)
+                import random  # not for the help
+
+                state = random.getstate()
+                try:
+                    return getattr(import_module(f"autobatch.{module}"), name)
+                finally:
+                    random.setstate(state)  # rich draws from it when it is imported
         raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
 
 

@@ -54,24 +54,6 @@ def micro_batches(samples: int, limit: int, multiple: int = 1) -> list[int]:
     return [*whole, rest] if rest else whole
 
 
-def check_target(target_batch: int, world_size: int, multiple: int) -> None:
-    """Check that a batch over ranks can be split into micro-batches that are multiples of a number.
-
-    Raises:
-        InputError: it cannot, or a rank would have no micro-batch.
-    """
-    if target_batch % multiple:
-        raise InputError(
-            f"a target batch of {target_batch:,} is no multiple of {multiple}, as micro-batches must be "
-            f"(--micro-batch-multiple): use {math.ceil(target_batch / multiple) * multiple:,}"
-        )
-    if target_batch < world_size * multiple:
-        raise InputError(
-            f"a target batch of {target_batch:,} over {world_size} ranks leaves a rank without samples: use "
-            f"{world_size * multiple:,} or more, or start fewer ranks"
-        )
-
-
 def split_over_ranks(samples: int, world_size: int, multiple: int = 1) -> list[int]:
     """Split samples over ranks as evenly as possible, the larger shares first; a rank may take none.
 
@@ -159,7 +141,16 @@ def make_plan(
     Raises:
         InputError: there are fewer samples than ranks, the batch is no multiple, or the rule lacks its base.
     """
-    check_target(target_batch, world_size, multiple)
+    if target_batch % multiple:
+        raise InputError(
+            f"a target batch of {target_batch:,} is no multiple of {multiple}, as micro-batches must be "
+            f"(--micro-batch-multiple): use {math.ceil(target_batch / multiple) * multiple:,}"
+        )
+    if target_batch < world_size * multiple:
+        raise InputError(
+            f"a target batch of {target_batch:,} over {world_size} ranks leaves a rank without samples: use "
+            f"{world_size * multiple:,} or more, or start fewer ranks"
+        )
     factor, source = scale_rate(
         rule, learning_rate=learning_rate, target_batch=target_batch, base_batch=base_batch
     )

@@ -14,7 +14,7 @@ from autobatch.core.options import Options
 from autobatch.device.allocator import CachingAllocator
 from autobatch.device.trace import Trace, replay
 from autobatch.estimates.traced_step import footprint
-from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.rehearsal import ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
 from benchmarks.report import arguments, markdown, save
 from benchmarks.workloads import WORKLOADS

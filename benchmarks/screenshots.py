@@ -52,9 +52,9 @@ def browse(folder: Path, page: Path, *options: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 
-def shoot(page: str, image: Path, *, width: int, height: int, theme: str = "light") -> Path:
+def shoot(page: str, image: Path, *, width: int, height: int) -> Path:
     """Write a picture of the top of a page. A frame makes it narrower than a window of Chromium can be."""
-    page = page.replace("color-scheme: light dark;", f"color-scheme: {theme};")
+    page = page.replace("color-scheme: light dark;", "color-scheme: light;")
     style = f"width:{width}px;height:{height}px;border:0"
     with tempfile.TemporaryDirectory() as folder:
         shown, shot = Path(folder, "frame.html"), Path(folder, "shot.png")

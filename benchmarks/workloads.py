@@ -21,7 +21,7 @@ VOCABULARY, SAMPLES = 101, 4096
 class Few(Dataset):
     """A dataset that repeats a few samples in memory, because their creation is not measured."""
 
-    def __init__(self, samples: list[Any], count: int) -> None:
+    def __init__(self, samples: list[Any], count: int = SAMPLES) -> None:
         self.samples, self.count = samples, count
 
     def __len__(self) -> int:
@@ -31,12 +31,12 @@ class Few(Dataset):
         return self.samples[index % len(self.samples)]
 
 
-def vectors(width: int, classes: int = 10, *, count: int = SAMPLES) -> Few:
-    return Few([(torch.randn(width), torch.tensor(number % classes)) for number in range(16)], count)
+def vectors(width: int, classes: int = 10) -> Few:
+    return Few([(torch.randn(width), torch.tensor(number % classes)) for number in range(16)])
 
 
-def images(side: int, classes: int = 10, *, count: int = SAMPLES) -> Few:
-    return Few([(torch.randn(3, side, side), torch.tensor(number % classes)) for number in range(16)], count)
+def images(side: int, classes: int = 10) -> Few:
+    return Few([(torch.randn(3, side, side), torch.tensor(number % classes)) for number in range(16)])
 
 
 def texts(*lengths: int, words: int = VOCABULARY, count: int = SAMPLES) -> Few:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.cli.script import record
+from autobatch.cli.commands import record
 from autobatch.core.options import fields_of, options_from
 from autobatch.device.profiles import read_profile
 

@@ -56,9 +56,9 @@ LIBRARIES = {
 }
 TRAINED = r"in (\d+ )?micro-batches.*trained +20 steps"
 SAID = {
-    "hf_trainer": r"Trainer: .*batch 64 in \d+ micro-batches.*after 8 steps",
-    "lightning_module": r"Lightning: .*batch 256 in \d+ micro-batches.*8 steps",
-    "accelerate_loop": r"accelerate: .*batch 256 in \d+ micro-batches.*8 steps",
+    "hf_trainer": r"batch 64 in \d+ micro-batches.*after 8 steps",
+    "lightning_module": r"batch 256 in \d+ micro-batches.*8 steps",
+    "accelerate_loop": r"batch 256 in \d+ micro-batches.*8 steps",
     "streaming": r"5,120 samples.*7,680 samples",
     **dict.fromkeys(
         ("nanogpt", "imagenet", "mae", "clip", "lora", "gin", "diffusion", "dino", "detr"), TRAINED

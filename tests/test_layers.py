@@ -35,7 +35,7 @@ LAYERS = [
 ]
 """In import order. Imports inside functions and for type checkers count like all others."""
 ONLY = {
-    "pynvml": {"device.nvml"},
+    "pynvml": {"device.host"},
     "optuna": {"tuning"},
     "torch.distributed": {"distributed"},
     "torch": {*LAYERS} - {"core", "planning", "report"},

@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Unpack
 
-import msgspec
+from msgspec.structs import asdict
 from rich.console import Console
 
 from autobatch.api.pipeline import run_command, run_estimate
-from autobatch.api.run import Run, joined_ranks
+from autobatch.api.run import Run
 from autobatch.core.errors import InputError
 from autobatch.core.options import Keywords, options_from
 from autobatch.core.progress import Progress
-from autobatch.core.text import one_line
+from autobatch.core.text import error_text, one_line
+from autobatch.distributed.launch import open_ranks
 from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResult, Result, TuneResult
 from autobatch.report.terminal import Terminal
 from autobatch.training.metrics import Sink, Until
@@ -52,7 +53,7 @@ def probe(
     """
     result = _run("probe", options, workload, progress)
     assert result.probe is not None
-    return ProbeResult(**_fields(result.probe), device=result.device)
+    return ProbeResult(**asdict(result.probe), device=result.device)
 
 
 def plan(
@@ -90,7 +91,7 @@ def plan(
     result = _run("plan", values, workload, progress, environ, world_size=world_size)
     assert result.plan is not None
     assert result.probe is not None
-    return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe, notes=result.notes)
+    return PlanResult(**asdict(result.plan), device=result.device, probe=result.probe, notes=result.notes)
 
 
 def estimate(
@@ -111,12 +112,7 @@ def estimate(
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    checked = options_from("estimate", {"target_batch": target_batch, **options})
-    if checked.snapshot and workload is not None:
-        raise InputError(
-            f"snapshot stands in place of a workload, found {kind_of(workload)} too: leave it out"
-        )
-    return run_estimate(workload, checked)
+    return run_estimate(workload, options_from("estimate", {"target_batch": target_batch, **options}))
 
 
 def tune(
@@ -139,7 +135,7 @@ def tune(
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     result = _run("tune", {"target_batch": target_batch, **options}, workload, progress)
-    return TuneResult(**_fields(result))
+    return TuneResult(**asdict(result))
 
 
 def fit(
@@ -179,7 +175,7 @@ def fit(
     if not (until is None or callable(until)):
         raise InputError(f"until must be a function of the record of a step, found {kind_of(until)}")
     result = _run("fit", values, workload, progress, sinks=tuple(sinks), until=until)
-    return FitResult(**_fields(result))
+    return FitResult(**asdict(result))
 
 
 def _run(
@@ -192,12 +188,16 @@ def _run(
 ) -> Result:
     """Check the options of a command, and run it in the ranks that an environment describes."""
     options = options_from(command, values)
-    with listening(progress) as listener, joined_ranks(environ, options.collective_timeout) as ranks:
-        return run_command(Run(workload=workload, options=options, progress=listener, ranks=ranks, **fields))
-
-
-def _fields(record: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__struct_fields__}
+    with listening(progress) as listener:
+        ranks = open_ranks(environ, options.collective_timeout)
+        run = Run(workload=workload, options=options, progress=listener, ranks=ranks, **fields)
+        try:
+            result = run_command(run)
+        except BaseException as error:  # ends all ranks
+            ranks.fail(error_text(error), getattr(error, "exit_code", 1))
+            raise
+        ranks.close()
+    return result
 
 
 class LoggedNotes(Progress):
@@ -208,9 +208,8 @@ class LoggedNotes(Progress):
         logging.getLogger("autobatch").warning("%s", one_line(text))
 
 
-@contextmanager
-def listening(progress: ShowProgress) -> Iterator[Progress]:
-    """Open the listener of a call within the block.
+def listening(progress: ShowProgress) -> AbstractContextManager[Progress]:
+    """Return the listener of a call, which is open within a block.
 
     Args:
         progress: the user's listener, or whether to show the progress.
@@ -219,17 +218,11 @@ def listening(progress: ShowProgress) -> Iterator[Progress]:
         InputError: it is neither.
     """
     if isinstance(progress, Progress):
-        yield progress
-        return
+        return nullcontext(progress)
     if progress not in (True, False, "auto"):
         raise InputError(f'progress must be "auto", True, False or an autobatch.Progress, found {progress!r}')
     is_notebook = Console().is_jupyter
     stream = sys.stdout if is_notebook else sys.stderr
-    if progress == "auto":
-        is_first = os.environ.get("RANK", "0") == "0"  # the other ranks would show the same
-        progress = is_first and (is_notebook or (stream is not None and stream.isatty()))
-    if not progress:
-        yield LoggedNotes()
-        return
-    with Terminal(stream) as terminal:
-        yield terminal
+    is_first = os.environ.get("RANK", "0") == "0"  # the other ranks would show the same
+    is_watched = is_first and (is_notebook or (stream is not None and stream.isatty()))
+    return Terminal(stream) if progress is True or (progress and is_watched) else nullcontext(LoggedNotes())

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from autobatch.core import versions
 from autobatch.core.errors import InputError
 from autobatch.core.files import clean_unfinished
 from autobatch.core.options import Options, spelled
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan
-from autobatch.core.text import error_text
-from autobatch.core.version import versions
-from autobatch.distributed.launch import open_ranks
 from autobatch.distributed.ranks import VERDICT, Ranks, launched_world
 from autobatch.rehearsal.process import ChildProcess, SetupProcess
 from autobatch.report.result import Result
-from autobatch.search.probe import Limit
 from autobatch.training.checkpoint import Loaded
 from autobatch.training.metrics import Sink, Until
 from autobatch.training.run_folder import claim_folder, folder_of
@@ -64,10 +60,10 @@ class Run:
     """That process, once it is open."""
     held: ExitStack = field(default_factory=ExitStack)
     """Keeps the folder of the run locked until the end."""
-    limit: Limit = field(init=False)
-    """What fits on this rank, and what a plan may ask for on all of them, once it is known."""
-    layout_reason: str | None = None
-    """The reason for which the ranks share the model, or do not; None if it was asked for."""
+    checkpoint: Loaded | None = None
+    """The checkpoint that the run continues from; None for a new run."""
+    is_exact: bool = True
+    """False if something has changed since the checkpoint that the plan depends on."""
     loss_notes: list[str] = field(default_factory=list)
     """Remarks of the check of the loss."""
     result: Result = field(init=False)
@@ -101,26 +97,6 @@ class Run:
         self.options = replace(self.options, **values)
 
 
-@contextmanager
-def joined_ranks(environ: Mapping[str, str], limit_s: float) -> Iterator[Ranks]:
-    """Join the ranks of the launcher within the block; an exception there ends all of them.
-
-    Args:
-        environ: describes the launch.
-        limit_s: longest wait for another rank in seconds.
-
-    Raises:
-        InputError: the environment describes no launch.
-    """
-    ranks = open_ranks(environ, limit_s)
-    try:
-        yield ranks
-    except BaseException as error:
-        ranks.fail(error_text(error), getattr(error, "exit_code", 1))
-        raise
-    ranks.close()
-
-
 def agree_on_options(run: Run) -> None:
     """Check that the ranks can do what was asked for, and settle the device of this rank.
 
@@ -128,13 +104,10 @@ def agree_on_options(run: Run) -> None:
         InputError: they cannot, or ranks differ in an option or a version.
     """
     options, world = run.options, run.ranks.world
-    asked = options.ranks
-    if asked not in (None, world):
+    if options.ranks not in (None, world):
         raise InputError(
-            f"--ranks is {asked}, and torchrun started {world}: leave out --ranks under torchrun"
-            if world > 1
-            else f"ranks is {asked}, and a call cannot start processes: use the command with --ranks "
-            f"{asked}, or start the script with torchrun --nproc-per-node {asked}"
+            f"--ranks is {options.ranks}, and {world} take part: start so many with the command, or with "
+            "torchrun and without --ranks"
         )
     if world == 1 and options.parallel == "shard":
         raise InputError(
@@ -177,33 +150,27 @@ def claim(run: Run, name: str) -> Path:
             does not see it.
     """
 
-    def lock() -> str:
+    def lock() -> tuple[str, str]:
         out = folder_of(run.options.out, name, resume=run.options.resume)
         run.held.enter_context(claim_folder(out))
         clean_unfinished(out)
         # An earlier start left it: no rank of this one knows the folder yet.
         (out / VERDICT).unlink(missing_ok=True)
-        return str(out)
+        token = out / f".shared-{os.getpid()}"
+        token.touch()
+        return str(out), str(token)
 
-    out = Path(run.ranks.once(lock))
+    out, token = map(Path, run.ranks.once(lock))
     run.ranks.enter(out)
-    if run.ranks.world > 1:
-        _check_shared(out, run.ranks)
-    return out
-
-
-def _check_shared(out: Path, ranks: Ranks) -> None:
-    """Check that every rank sees a file that rank 0 makes in the folder of the run."""
-    token = out / f".shared-{ranks.once(os.getpid)}"
-    ranks.once(token.touch)
     deadline = time.monotonic() + SHARED_SECONDS
     while not token.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    seen = ranks.gather((token.exists(), ranks.host))
-    ranks.once(lambda: token.unlink(missing_ok=True))
+    seen = run.ranks.gather((token.exists(), run.ranks.host))
+    run.ranks.once(lambda: token.unlink(missing_ok=True))
     for rank, (is_seen, host) in enumerate(seen):
         if not is_seen:
             raise InputError(
                 f"rank {rank} on {host} does not see the folder of the run {out.absolute()}: give an --out "
                 "that all hosts share"
             )
+    return out

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from autobatch.cli.output import (
     PARTS,
+    SafeStream,
     describe_failure,
     output_of_run,
     print_error,
@@ -20,17 +21,14 @@ from autobatch.cli.output import (
     write_line,
     write_log,
 )
+from autobatch.core import __version__
 from autobatch.core.errors import InputError
 from autobatch.core.text import printable_lines, quoted
-from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
-    from io import TextIOWrapper
-
     from autobatch.core.options import Options
     from autobatch.distributed.ranks import Ranks
     from autobatch.report.result import Estimates, Result
-    from autobatch.report.terminal import Terminal
 
 
 COMMANDS = {
@@ -42,7 +40,7 @@ COMMANDS = {
     "init": "write a program to start from, and its options",
     "record": "record the memory of any program, for estimate --snapshot",
     "profiles": "hardware profiles: list, show NAME",
-    "compare": "show runs side by side: compare RUN RUN",
+    "compare": "show what differs: compare RUN RUN",
     "doctor": "show devices, memory, versions, and what is missing",
 }
 HELP = f"""\
@@ -76,18 +74,19 @@ SCRIPTED = ("fit", "plan", "probe")
 def main() -> NoReturn:
     """Run a command and exit with its code."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started this process
+        stream = getattr(sys, name)
+        if stream is None:  # closed by who started this process
             null = os.open(os.devnull, os.O_WRONLY)
             os.set_inheritable(null, True)
-            setattr(sys, name, os.fdopen(null, "w"))
-    for stream in (sys.stdout, sys.stderr):
+            stream = os.fdopen(null, "w")
         # A character that the terminal cannot show must not end a run.
-        cast("TextIOWrapper", stream).reconfigure(errors="replace")
+        stream.reconfigure(errors="replace")
+        setattr(sys, name, SafeStream(stream))
     code = run(sys.argv[1:])
-    try:
-        sys.stdout.flush()
-    except OSError:  # Python must not try to write the rest of the buffer at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    failure = cast("SafeStream", sys.stdout).failure
+    if failure is not None:
+        print_error(f"standard output: {failure.strerror}")
+        code = code or 1
     if os.environ.get("WORLD_SIZE", "1") != "1":
         end_now(code)  # a rank must not wait at exit for connections to ranks that are gone
     # The collections at the end of a process with torch take half a second, and free what ends anyway.
@@ -97,8 +96,6 @@ def main() -> NoReturn:
 
 def end_now(code: int) -> NoReturn:
     """End this process without the handlers that run at an exit, but delete what they would."""
-    sys.stdout.flush()
-    sys.stderr.flush()
     # Only here, and in `run`: the help does not need it.
     import shutil
 
@@ -108,40 +105,22 @@ def end_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-class Call:
-    """A command with its words, and what the report of its failure needs.
-
-    Args:
-        arguments: the command and its words.
-    """
-
-    def __init__(self, arguments: list[str]) -> None:
-        self.name, *self.words = arguments
-        self.line = shlex.join(["autobatch", *arguments])
-        """The command line that repeats it."""
-        self.is_verbose = "--verbose" in arguments
-        """True to print the traceback of an error."""
-        self.ranks: Ranks | None = None
-        """The processes that run it together; None before they have met."""
-
-
 def run(arguments: list[str]) -> int:
     """Run a command and return its exit code. A failure is one line and, if it is unexpected, a log."""
-    call = Call(arguments or ["--help"])
+    name, *words = arguments or ["--help"]
     try:
-        return run_command(call)
+        return run_command(name, words)
     except BaseException as error:
-        return report_failure(call, error)
+        return report_failure(error, shlex.join(["autobatch", *arguments]), "--verbose" in arguments)
 
 
-def run_command(call: Call) -> int:
+def run_command(name: str, words: list[str]) -> int:
     """Run a command and return its exit code.
 
     Raises:
         InputError: there is no such command, its words are wrong, or what they name is.
         AutobatchError: see `autobatch.api.pipeline.run_command`.
     """
-    name, words = call.name, call.words
     if name in QUESTIONS:
         return write_line(QUESTIONS[name])
     if name not in COMMANDS:
@@ -150,135 +129,126 @@ def run_command(call: Call) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "see autobatch --help"
         raise InputError(f"there is no command {quoted(name)}; {hint}")
+    from autobatch.cli import commands
+    from autobatch.cli.parser import HelpAsked
     from autobatch.core.options import COMMANDS as OPENING
-
-    is_program = name == "record" or (name in SCRIPTED and "--" in words)
-    if name in OPENING and not is_program:
-        return run_workload(call)
-    from autobatch.cli import commands, script
     from autobatch.distributed.launch import refuse_ranks
 
-    refuse_ranks(os.environ, name)
-    if is_program:
-        return script.record(words) if name == "record" else script.run_script(name, words)
-    return commands.run_command(name, words)
+    is_program = name in SCRIPTED and "--" in words
+    try:
+        if name in OPENING and not is_program:
+            return run_workload(name, words)
+        refuse_ranks(os.environ, name)
+        if is_program:
+            return commands.run_program(name, words)
+        return commands.record(words) if name == "record" else commands.run_command(name, words)
+    except HelpAsked as asked:
+        return write_line(str(asked))
 
 
-def run_workload(call: Call) -> int:
+def run_workload(name: str, words: list[str]) -> int:
     """Run a command that opens a workload, and return its exit code; see `run_command`."""
-    from autobatch.cli.parser import HELP_WORDS, help_of, parse
+    from autobatch.cli.parser import parse
 
-    name, words = call.name, call.words
-    if not HELP_WORDS.isdisjoint(words):
-        return write_line(help_of(name, COMMANDS[name], shows_all="--help-all" in words))
-    workload, options = parse(name, words)
-    call.is_verbose = options.verbose
+    workload, options = parse(name, COMMANDS[name], words)
+    line = shlex.join(["autobatch", name, *words])
     with raise_on_termination():
-        call.ranks = ranks = join_ranks(call, options)
-        from autobatch.report.terminal import Terminal
-        from autobatch.workload.reference import check_reference, is_named_model
-
-        predicts = name == "estimate"
-        if workload is not None and not options.snapshot and not (predicts and is_named_model(workload)):
-            check_reference(workload)  # before the seconds that torch takes to import
-        is_quiet = options.quiet or ranks.rank > 0
-        with output_of_run(as_json=options.json) as stream, Terminal(stream, quiet=is_quiet) as terminal:
-            terminal.begin(", ".join(options.snapshot) or workload, predicts=predicts)
-            terminal.doing("importing torch")
-            act = predict if predicts else measure
-            result = act(call, workload, options, terminal)
-        if options.json and ranks.rank == 0:
-            write_json(result.to_json(*PARTS.get(name, ())))
-        ranks.close()
+        ranks = join_ranks(name, words, options)
+        if ranks.world > 1 and options.ranks is None:
+            per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
+            hosts = os.environ.get("GROUP_WORLD_SIZE", "1")
+            nodes = "" if hosts == "1" else f"--nnodes {hosts} "
+            line = f"torchrun {nodes}--nproc-per-node {per_host} -m {line}"
+        try:
+            result = show_result(workload, options, ranks, line)
+            if options.json and ranks.rank == 0:
+                write_json(result.to_json(*PARTS.get(name, ())))
+            ranks.close()
+        except BaseException as error:
+            return report_failure(error, line, options.verbose, ranks)
         return 0
 
 
-def join_ranks(call: Call, options: Options) -> Ranks:
+def join_ranks(name: str, words: list[str], options: Options) -> Ranks:
     """Return the ranks that run a command together. If this process is to start them, it ends with them."""
     from autobatch.distributed.launch import open_ranks, refuse_ranks, start_ranks
     from autobatch.distributed.ranks import Ranks, read_launch
 
-    if call.name == "estimate":
-        refuse_ranks(os.environ, call.name)
+    if name == "estimate":
+        refuse_ranks(os.environ, name)
         return Ranks()
     count = options.ranks or 1
     if count > 1 and read_launch(os.environ) is None:
-        ended = start_ranks([call.name, *call.words], count)
+        ended = start_ranks([name, *words], count)
         if ended.line is not None:
             print_error(ended.line)
         end_now(ended.code)  # what torch keeps for its ranks must not hold up the end
-    if call.name == "plan" and "RANK" not in os.environ:
+    if name == "plan" and "RANK" not in os.environ:
         return Ranks()  # WORLD_SIZE alone asks for a plan for another launcher
-    ranks = open_ranks(os.environ, options.collective_timeout)
-    if ranks.world > 1 and options.ranks is None:
-        per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
-        hosts = os.environ.get("GROUP_WORLD_SIZE", "1")
-        nodes = "" if hosts == "1" else f"--nnodes {hosts} "
-        call.line = f"torchrun {nodes}--nproc-per-node {per_host} -m {call.line}"
-    return ranks
+    return open_ranks(os.environ, options.collective_timeout)
 
 
-def predict(_: Call, workload: str | None, options: Options, terminal: Terminal) -> Estimates:
-    """Run ``autobatch estimate``."""
-    from autobatch.rehearsal.process import import_torch
-
-    import_torch()
-    from autobatch.api.pipeline import run_estimate
-
-    terminal.doing("predicting what fits")
-    estimates = run_estimate(workload, options)
-    terminal.estimated(estimates)
-    return estimates
-
-
-def measure(call: Call, workload: str | None, options: Options, terminal: Terminal) -> Result:
-    """Run another command than ``autobatch estimate`` on this rank; rank 0 shows the result."""
+def show_result(workload: str | None, options: Options, ranks: Ranks, line: str) -> Result | Estimates:
+    """Run a command that opens a workload on this rank, and return its result, which rank 0 has shown."""
     from autobatch.rehearsal.process import ChildProcess, import_torch, may_copy
+    from autobatch.report.terminal import Terminal
+    from autobatch.workload.reference import check_reference, is_named_model
 
-    ranks = call.ranks
-    assert ranks is not None
+    predicts = options.command == "estimate"
+    if workload is not None and not options.snapshot and not (predicts and is_named_model(workload)):
+        check_reference(workload)  # before the seconds that torch takes to import
     # Threads of a group of ranks do not survive a copy. A resume may need no child.
     is_copy = ranks.world == 1 and may_copy(options.device) and not options.resume
     child = ChildProcess(is_copy=is_copy)
     with contextlib.ExitStack() as held:
-        if not (is_copy or options.resume):
+        held.enter_context(output_of_run(as_json=options.json))
+        terminal = held.enter_context(Terminal(sys.stdout, quiet=options.quiet or ranks.rank > 0))
+        terminal.begin(", ".join(options.snapshot) or workload, predicts=predicts)
+        terminal.doing("importing torch")
+        if not (predicts or is_copy or options.resume):
             held.enter_context(child)  # it imports torch while this process does
         import_torch()
-        from autobatch.api.pipeline import run_command
+        from autobatch.api.pipeline import run_command, run_estimate
         from autobatch.api.run import Run
 
-        if is_copy:
+        if predicts:
+            terminal.doing("predicting what fits")
+            estimates = run_estimate(workload, options)
+            terminal.estimated(estimates)
+            return estimates
+        if is_copy:  # before anything that a copy does not survive
             held.enter_context(child)
-        result = run_command(
-            Run(
-                workload=workload,
-                options=options,
-                progress=terminal,
-                ranks=ranks,
-                command=call.line,
-                child=child,
-            )
+        run = Run(
+            workload=workload, options=options, progress=terminal, ranks=ranks, command=line, child=child
         )
+        result = run_command(run)
         if ranks.rank == 0:
             terminal.finish(result)
         return result
 
 
-def report_failure(call: Call, error: BaseException) -> int:
-    """Print one line, unless another rank has done so, and return the exit code."""
+def report_failure(error: BaseException, line: str, is_verbose: bool, ranks: Ranks | None = None) -> int:
+    """Print one line, unless another rank has done so, and return the exit code.
+
+    Args:
+        error: the failure.
+        line: the command line.
+        is_verbose: print the traceback, too.
+        ranks: the processes that run the command together; None before they have met.
+    """
     import traceback
 
     from autobatch.distributed.ranks import Ranks
 
-    report, ranks = describe_failure(error), call.ranks or Ranks()
-    earlier = ranks.fail(report.line, report.exit_code)
+    report = describe_failure(error)
+    earlier = (ranks or Ranks()).fail(report.line, report.exit_code)
     if earlier is not None:
         return earlier
     where = ""
     if report.is_logged:
-        path = write_log(error, call.line, ranks.out)
+        path = write_log(error, line)
         where = f"; full traceback: {path}" if path else "; for the traceback add --verbose"
     print_error(report.line + where)
-    if call.is_verbose:
+    if is_verbose:
         print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr)
     return report.exit_code

@@ -6,11 +6,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from autobatch.core import __version__
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError, UserCodeError
 from autobatch.core.text import error_text, one_line
-from autobatch.core.version import __version__
 
 if TYPE_CHECKING:  # the help does not need it
     from pathlib import Path
@@ -21,12 +21,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
 }
 """Parts of the JSON of a command; other commands print all of them."""
-ENDING = ("SIGTERM", "SIGUSR1")
-"""Signals that end a command. Schedulers send SIGUSR1 before the end of a job."""
 
 
 class SafeStream:
-    """Stream that drops what cannot be written, so that training continues.
+    """Output that drops all from the first text on that cannot be written, so that training continues.
 
     Args:
         stream: the stream to write to; its other attributes are passed on.
@@ -42,10 +40,9 @@ class SafeStream:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except BrokenPipeError:
-            pass
         except OSError as error:
-            self.failure = OSError(error.errno, error.strerror, "standard output")
+            self.failure = None if isinstance(error, BrokenPipeError) else error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         return len(text)
 
     def flush(self) -> None:
@@ -56,31 +53,21 @@ class SafeStream:
 
 
 @contextlib.contextmanager
-def output_of_run(*, as_json: bool) -> Iterator[TextIO]:
-    """Yield the stream for what people read.
+def output_of_run(*, as_json: bool) -> Iterator[None]:
+    """Keep standard output for one JSON object, if that was asked for.
 
-    If standard output is for one JSON object, all else goes to standard error within the block, also what C
-    code and child processes write.
-
-    Raises:
-        OSError: after the block, if standard output lacks a part of what was written.
+    All else goes to standard error within the block, also what C code and child processes write.
     """
-    if not as_json:
-        stream = SafeStream(sys.stdout)
-        yield cast("TextIO", stream)
-        if stream.failure is not None:
-            raise stream.failure
-        return
-    sys.stdout.flush()
     with contextlib.ExitStack() as restored:
-        with contextlib.suppress(OSError, ValueError):  # captured output has no descriptor
-            number = sys.stdout.fileno()
-            copy = os.dup(number)
-            restored.callback(os.close, copy)
-            restored.callback(os.dup2, copy, number)
-            os.dup2(sys.stderr.fileno(), number)
-        restored.enter_context(contextlib.redirect_stdout(sys.stderr))
-        yield cast("TextIO", SafeStream(sys.stderr))
+        if as_json:
+            with contextlib.suppress(OSError, ValueError):  # captured output has no descriptor
+                number = sys.stdout.fileno()
+                copy = os.dup(number)
+                restored.callback(os.close, copy)
+                restored.callback(os.dup2, copy, number)
+                os.dup2(sys.stderr.fileno(), number)
+            restored.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
 
 
 def print_error(line: str) -> None:
@@ -98,8 +85,7 @@ def terminal_width() -> int | None:
 
 def write_line(text: str) -> int:
     """Write to standard output, and return 0, the exit code of a command that is done then."""
-    with output_of_run(as_json=False) as stream:
-        stream.write(f"{text}\n")
+    sys.stdout.write(f"{text}\n")
     return 0
 
 
@@ -123,9 +109,9 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def raise_on_termination() -> Iterator[None]:
-    """Raise `Terminated` on `ENDING` within the block, so that resources are closed.
+    """Raise `Terminated` on SIGTERM and SIGUSR1 within the block, so that resources are closed.
 
-    Training has its own handlers.
+    Schedulers send SIGUSR1 before the end of a job. Training has its own handlers.
     """
     import signal
 
@@ -134,7 +120,7 @@ def raise_on_termination() -> Iterator[None]:
     def terminate(*_: object) -> None:
         raise Terminated
 
-    with handle_signals((getattr(signal, name) for name in ENDING if hasattr(signal, name)), terminate):
+    with handle_signals((signal.SIGTERM, signal.SIGUSR1), terminate):
         yield
 
 
@@ -191,30 +177,21 @@ def new_log(kind: str = "") -> Path:
     from autobatch.device.profiles import data_home
 
     now = datetime.datetime.now(tz=datetime.UTC)
-    return data_home(os.environ) / "logs" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}{kind}.log"
+    return data_home() / "logs" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}{kind}.log"
 
 
-def write_log(error: BaseException, command: str, folder: Path | None) -> Path | None:
-    """Append an exception with its traceback to the log. Return the file, or None if none can be written.
-
-    Args:
-        error: the exception.
-        command: the command line.
-        folder: the folder of the run; None if it has none, for a file in the data directory.
-    """
+def write_log(error: BaseException, command: str) -> Path | None:
+    """Write an exception of a command line with its traceback to a log; None if it cannot be written."""
     import platform
-    import time
     import traceback
 
+    path = new_log()
     text = (
-        f"{time.strftime('%Y-%m-%dT%H:%M:%S+00:00', time.gmtime())}  {command}\nautobatch {__version__}, "
-        f"python {platform.python_version()}, in {os.getcwd()}\n"
-        f"{''.join(traceback.format_exception(error))}\n"
+        f"{command}\nautobatch {__version__}, python {platform.python_version()}, in {os.getcwd()}\n"
+        f"{''.join(traceback.format_exception(error))}"
     )
-    for path in (*([] if folder is None else [folder / "run.log"]), new_log()):
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-            return path
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        return path
     return None

@@ -6,11 +6,11 @@ error says where to correct a value. `autobatch.core.options` declares the optio
 
 from __future__ import annotations
 
-import shutil
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from msgspec import Meta
 
@@ -18,7 +18,6 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import read_toml
 from autobatch.core.options import (
     PLANS,
-    TAKEN_BY,
     TEXT,
     Option,
     Options,
@@ -30,28 +29,49 @@ from autobatch.core.options import (
 )
 from autobatch.core.text import quoted
 
-HELP_WORDS = frozenset({"-h", "--help", "--help-all"})
-HELP_COLUMN = 27
-LENGTHS = {"steps", "epochs"}
-"""Options that exclude each other: those of the latest source count."""
+EXCLUSIVE = ({"steps", "epochs"}, {"workload", "snapshot"})
+"""What excludes each other: that of the latest source counts."""
 REFERENCE = "file.py, file.py:function or module:function in UTF-8"
 WORKLOAD = Option("", type=Annotated[str, Meta(pattern=f"^{TEXT}+$", description=REFERENCE)])
+WORKLOAD_HELP = """\
+usage: autobatch {command} [WORKLOAD]{needs} [options]
+
+{summary}.
+
+  WORKLOAD  file.py or module:function{named} (default: the demo)
+OPTIONS
+-h, --help shows the common options, --help-all all of them."""
 
 
-def parse(name: str, words: Sequence[str]) -> tuple[str | None, Options]:
+class HelpAsked(Exception):  # noqa: N818 - no fault
+    """The words of a command ask for its help, which is the message."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of the words of a command."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message as an `InputError`."""
+        raise InputError(message.removeprefix("argument "))
+
+
+def parse(name: str, summary: str, words: Sequence[str]) -> tuple[str | None, Options]:
     """Return the workload and the options of a command.
 
     Raises:
+        HelpAsked: the words ask for help, which begins with the summary.
         InputError: a word or a value is wrong; the message is one line.
     """
-    values, places = read_words(name, words, fields_of(name).values())
+    text = WORKLOAD_HELP.format(
+        command=name,
+        needs=" --target-batch N" if name in PLANS else "",
+        summary=f"{summary[0].upper()}{summary[1:]}",
+        named=", or hf:NAME_OR_FOLDER" if name == "estimate" else "",
+    )
+    values, places = read_words(name, text, words, fields_of(name))
     if len(places) > 1:
         shown = " and ".join(map(quoted, places[:2]))
         raise InputError(f"give one WORKLOAD, found {shown}; see autobatch {name} --help")
-    if places and "snapshot" in values:
-        raise InputError(
-            f"--snapshot stands in place of a WORKLOAD, found {quoted(places[0])} too: leave it out"
-        )
     return options_of(name, values | ({"workload": places[0]} if places else {}))
 
 
@@ -66,67 +86,68 @@ def options_of(name: str, on_line: Mapping[str, Any]) -> tuple[str | None, Optio
         InputError: a value is wrong, or an option in the file is unknown.
     """
     path, in_file = _read_file()
-    taken = {*on_line, *(LENGTHS if LENGTHS & on_line.keys() else ())}
+    taken = on_line.keys() | {name for names in EXCLUSIVE if names & on_line.keys() for name in names}
     in_file = {option: value for option, value in in_file.items() if option not in taken}
-    given = {**in_file, **on_line}
-
-    def label(option: str) -> str:
-        return f"{option} in {path}" if option in in_file else spelled(option)
-
+    given, fields = {**in_file, **on_line}, fields_of(name)
     place = WORKLOAD.convert(given.pop("workload", None), "WORKLOAD")
-    fields = fields_of(name)
     values = {option: value for option, value in given.items() if option in fields}
-    return place, options_from(name, values, names={option: label(option) for option in fields})
+    names = {option: f"{option} in {path}" if option in in_file else spelled(option) for option in fields}
+    return place, options_from(name, values, names=names)
 
 
 def read_words(
-    command: str, words: Sequence[str], fields: Iterable[Option]
+    command: str, text: str, words: Sequence[str], options: Mapping[str, Option]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the options among the words of a command, as text by name, and the other words.
+    """Return the values of the options among the words of a command by name, and the other words.
 
     Args:
         command: the command.
-        words: its words; after ``--`` there are no options.
-        fields: its options. A switch has a ``--no-`` form, too.
+        text: its help, with OPTIONS in place of the options.
+        words: its words.
+        options: its options by name. A switch has a ``--no-`` form, too.
 
     Raises:
-        InputError: an option is unknown or lacks its value.
+        HelpAsked: a word asks for the help.
+        InputError: an option is unknown, or its value is missing or wrong.
     """
-    options = {spelled(field.name): field for field in fields}
-    negated = {f"--no-{spelled(field.name)[2:]}": field for field in options.values() if field.is_switch}
-    values: dict[str, Any] = {}
-    others: list[str] = []
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        option, has_value, value = word.partition("=")
-        if word == "--":
-            return values, [*others, *left]
-        if _is_value(word):
-            others.append(word)
-            continue
-        field = options.get(option) or negated.get(option)
-        if field is None:
-            raise InputError(unknown_option(option, options, command=command))
-        if field.is_switch:
-            if has_value:
-                raise InputError(f"{option} takes no value")
-            values[field.name] = option in options
-            continue
-        found = [value] if has_value else []
-        takes_all = field.is_list and not field.choices
-        while left and not has_value and (takes_all or not found) and _is_value(left[0]):
-            found.append(left.pop(0))
-        if not found:
-            if left and left[0][1:2].isdigit():
-                raise InputError(f"{option} must be {field.expected}, found {quoted(left[0])}")
-            raise InputError(f"{option} has no value: give {field.expected}")
-        values[field.name] = [*values.get(field.name, []), *found] if field.is_list else found[0]
+    before, _, after = text.partition("OPTIONS\n")
+    parser = Parser(
+        usage=argparse.SUPPRESS,
+        description=before,
+        epilog=after,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=27),
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    groups = {
+        title: parser.add_argument_group(title or "options")
+        for title in dict.fromkeys(option.group for option in options.values())
+    }
+    for name, option in options.items():
+        add, flag = groups[option.group].add_argument, spelled(name)
+        is_shown = isinstance(option.default, str | int | float) and option.default is not False
+        default = f" (default: {option.default})" if is_shown else ""
+        is_hidden = option.rare and "--help-all" not in words
+        hint = argparse.SUPPRESS if is_hidden else f"{option.text}{default}".replace("%", "%%")
+        if option.is_switch:
+            add(flag, action="store_true", help=hint)
+            add(f"--no-{flag[2:]}", action="store_false", dest=name, help=argparse.SUPPRESS)
+        elif option.is_list and not option.choices:
+            add(flag, action="extend", nargs="+", metavar=option.placeholder, help=hint)
+        else:
+            action = "append" if option.is_list else "store"
+            add(flag, action=action, metavar=option.placeholder, help=hint)
+    if not {"-h", "--help", "--help-all"}.isdisjoint(words):
+        raise HelpAsked(parser.format_help().rstrip())
+    parser.add_argument("others", nargs="*", help=argparse.SUPPRESS)
+    found, unknown = parser.parse_known_intermixed_args(words)
+    if unknown:
+        flags = [spelled(name) for name in options]
+        raise InputError(unknown_option(unknown[0].partition("=")[0], flags, command=command))
+    others = found.__dict__.pop("others", [])
+    values = {name: options[name].convert(value, spelled(name)) for name, value in vars(found).items()}
     return values, others
-
-
-def _is_value(word: str) -> bool:
-    return word == "-" or not word.startswith("-")
 
 
 def _read_file() -> tuple[Path, dict[str, Any]]:
@@ -151,34 +172,3 @@ def _read_file() -> tuple[Path, dict[str, Any]]:
     for option, value in table.items():
         known[option].convert(value, f"{option} in {path}")
     return path, table
-
-
-def help_of(command: str, summary: str, *, shows_all: bool) -> str:
-    """Return the help of a command that opens a workload, with the common options, or all of them."""
-    needs = " --target-batch N" if command in PLANS else ""
-    named = ", or hf:NAME_OR_FOLDER" if command == "estimate" else ""
-    lines = [f"usage: autobatch {command} [WORKLOAD]{needs} [options]", ""]
-    lines += [f"{summary[0].upper()}{summary[1:]}.", ""]
-    lines.append(f"  WORKLOAD  file.py or module:function{named} (default: the demo)")
-    fields = [field for field in fields_of(command).values() if shows_all or not field.rare]
-    for group in TAKEN_BY:
-        own = [field for field in fields if field.group == group]
-        lines += ["", f"{group}:", *option_lines(own)] if own else []
-    lines += ["", "-h, --help shows the common options, --help-all all of them."]
-    return "\n".join(lines)
-
-
-def option_lines(fields: Sequence[Option]) -> list[str]:
-    """Return the help of options, in the width of the terminal."""
-    lines = []
-    width, indent = shutil.get_terminal_size().columns, " " * HELP_COLUMN
-    for field in fields:
-        is_shown = isinstance(field.default, str | int | float) and field.default is not False
-        hint = f" (default: {field.default})" if is_shown else ""
-        head = f"  {spelled(field.name)} {field.placeholder}".rstrip()
-        if len(head) >= HELP_COLUMN:
-            lines.append(head)
-            head = ""
-        text = f"{head:<{HELP_COLUMN}}{field.text}{hint}"
-        lines += textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
-    return lines

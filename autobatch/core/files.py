@@ -8,7 +8,7 @@ import hashlib
 import os
 import secrets
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,26 +27,16 @@ UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 """Failures of decoding and converting: also integers of 5,000 digits, and deep nesting."""
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; raise `InputError`, one line with the path, if it cannot be read."""
-    return _read(path, msgspec.json.decode, "JSON")
-
-
 def read_toml(path: Path | Traversable) -> dict[str, Any]:
     """Read a TOML file; raise `InputError`, one line with the path, if it cannot be read."""
-    table: dict[str, Any] = _read(path, lambda content: tomllib.loads(content.decode()), "TOML")
-    return table
-
-
-def _read(path: Path | Traversable, parse: Callable[[bytes], Any], kind: str) -> Any:
     try:
         content = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: NUL in the name
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
-        return parse(content)
+        return tomllib.loads(content.decode())
     except UNREADABLE as error:
-        raise InputError(f"{path} is not {kind}: {one_line(error, limit=200)}") from error
+        raise InputError(f"{path} is not TOML: {one_line(error, limit=200)}") from error
 
 
 @contextlib.contextmanager

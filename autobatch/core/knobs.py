@@ -6,7 +6,6 @@ optimizer, in the same way for a probe, a trial and the training that follows.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
 from autobatch.core.errors import InputError
@@ -30,12 +29,9 @@ def parse_knobs(text: str) -> list[str]:
     """Split the value of ``--knobs`` (``micro_batch_shift,precision``) into names.
 
     Raises:
-        InputError: no knob has this name; the message gives the nearest name.
+        InputError: no knob has this name; the message lists them.
     """
     names = [name.strip().replace("-", "_") for name in text.split(",")]
-    for name in names:
-        if name not in KNOBS:
-            near = difflib.get_close_matches(name, KNOBS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(KNOBS)}"
-            raise InputError(f"there is no knob {name!r}; {hint}")
+    if unknown := [name for name in names if name not in KNOBS]:
+        raise InputError(f"there is no knob {unknown[0]!r}; there are: {', '.join(KNOBS)}")
     return names

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # making the records takes as long as the rest of `autobatch --help`
-    from autobatch.core.records import Attempt, DeviceRecord, LrTrial, Plan, Probe, StepRecord, Trial, Tuning
+    from autobatch.core.records import Attempt, DeviceRecord, LrTrial, StepRecord, Trial
 
 
 class Progress:
@@ -27,20 +27,11 @@ class Progress:
     def attempted(self, attempt: Attempt) -> None:
         """Report a micro-batch that ran."""
 
-    def probed(self, probe: Probe) -> None:
-        """Report the largest micro-batch."""
-
-    def planned(self, plan: Plan) -> None:
-        """Report the split of the batch."""
-
     def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
         """Report a trial of the tuner, and the values of its configuration that differ from the default."""
 
     def tried_rate(self, trial: LrTrial, of: int) -> None:
         """Report a learning rate that was tried."""
-
-    def tuned(self, tuning: Tuning) -> None:
-        """Report the choice of the tuner."""
 
     def saved(self, step: int) -> None:
         """Report a checkpoint."""

@@ -382,8 +382,8 @@ class MemoryCurve(Record, frozen=True):
     """Start of each phase of the step, by name."""
     modules: dict[str, list[int]] = {}
     """Live activations at each position by the part of the model that made them, as in ``categories``."""
-    micro_batch: int | None = None
-    """Samples of the micro-batches; None if a version that did not say wrote the record."""
+    micro_batch: int = 1
+    """Samples of the micro-batches."""
 
 
 class RunRecord(Record, frozen=True, kw_only=True):

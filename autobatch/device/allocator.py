@@ -49,6 +49,8 @@ class Allocator:
 
     reserved_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    is_expandable: bool | None = None
+    """True if its segments grow; None if it has none."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -121,24 +123,13 @@ ADDRESS_SPACE_BYTES = 1 << 47
 """Size of an expandable segment. CUDA uses 9/8 of the GPU's memory, which the cap never reaches."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorConfig:
-    """Settings of the caching allocator, with torch's defaults (c10/core/AllocatorConfig.h)."""
-
-    expandable_segments: bool = False
-    """One growing segment per pool instead of many fixed ones (``expandable_segments:True``)."""
-    falls: bool = False
-    """Each new segment lies below those before it; False: above."""
-    held_bytes: int = 0
-    """Bytes that the process holds already, as one block that nothing frees."""
-
-    def segment_bytes(self, rounded: int) -> int:
-        """Return the bytes to request from the driver for a new segment (``get_allocation_size``)."""
-        if rounded <= SMALL_BYTES:
-            return SMALL_SEGMENT_BYTES
-        if rounded < OWN_SEGMENT_BYTES:
-            return LARGE_SEGMENT_BYTES
-        return -(-rounded // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+def segment_bytes(rounded: int) -> int:
+    """Return the bytes to request from the driver for a new segment (``get_allocation_size``)."""
+    if rounded <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if rounded < OWN_SEGMENT_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-rounded // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -247,34 +238,38 @@ class CachingAllocator(Allocator):
 
     Args:
         limit: The cap of the bytes of segments, as ``per_process_memory_fraction`` sets it. None for no cap.
-        config: Its settings; None for torch's defaults.
+        expandable: One growing segment per pool instead of many fixed ones (``expandable_segments:True``).
+        falls: Each new segment lies below those before it; False: above.
+        held_bytes: Bytes that the process holds already, as one block that nothing frees.
         addresses: Source of the addresses of segments: called with the bytes of a new one. None for addresses
-            that grow or fall, as ``config`` says.
+            that grow or fall.
     """
 
     def __init__(
         self,
         limit: int | None = None,
-        config: AllocatorConfig | None = None,
+        expandable: bool = False,
         *,
+        falls: bool = False,
+        held_bytes: int = 0,
         addresses: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(limit)
-        self.config = config = AllocatorConfig() if config is None else config
+        self.is_expandable = expandable
         self.reserved_bytes: int = 0
         self.peak_reserved_bytes: int = 0
         # should_split: a small or expandable block is split for any rest, a large one only for over 1 MiB.
-        tail = 0 if config.expandable_segments else SMALL_BYTES
+        tail = 0 if expandable else SMALL_BYTES
         self._pools: defaultdict[int, tuple[Pool, Pool]] = defaultdict(
             lambda: (Pool(SMALL_SEGMENT_BYTES, 0), Pool(LARGE_SEGMENT_BYTES, tail))
         )
         """The pools of each stream: for small requests and for large ones."""
         self._addresses = self._fresh_address if addresses is None else addresses
-        self._next_address = 0
-        if config.held_bytes:
+        self._next_address, self._falls = 0, falls
+        if held_bytes:
             # Even if that is more than the limit, which only new segments are held against.
             self.limit = None
-            self.malloc(config.held_bytes)
+            self.malloc(held_bytes)
             self.limit = limit
 
     def malloc(self, size: int, stream: int = 0) -> Block | None:
@@ -289,7 +284,7 @@ class CachingAllocator(Allocator):
         pool = self._pools[stream][rounded > SMALL_BYTES]
         block = pool.take_best_fit(rounded) or self._grow(pool, rounded)
         if block is None:
-            raise BudgetExceeded(self.config.segment_bytes(rounded), self)
+            raise BudgetExceeded(segment_bytes(rounded), self)
         if block.size - rounded > pool.keeps_tail_bytes:
             pool.insert(block.split(rounded))
         block.held = True
@@ -311,7 +306,7 @@ class CachingAllocator(Allocator):
         """Free all segments (expandable: pages) without a live block (``release_cached_blocks``)."""
         for pool in [pool for pools in self._pools.values() for pool in reversed(pools)]:
             for _, _, block in list(pool.free):
-                if self.config.expandable_segments:
+                if self.is_expandable:
                     self._unmap(block)
                 elif block.previous is None and block.next is None:
                     pool.remove(block)
@@ -323,12 +318,12 @@ class CachingAllocator(Allocator):
         The model of ``alloc_block``, and of ``try_allocate_expandable_block``, which maps pages until a block
         is large enough.
         """
-        segment_bytes = self.config.segment_bytes(rounded)
-        if not self._allows(segment_bytes):
+        size = segment_bytes(rounded)
+        if not self._allows(size):
             return None
-        if not self.config.expandable_segments:
-            self._reserve(segment_bytes)
-            return Block(pool, self._addresses(segment_bytes), segment_bytes)
+        if not self.is_expandable:
+            self._reserve(size)
+            return Block(pool, self._addresses(size), size)
         block = pool.lowest_with_room(rounded)
         if block is None:
             block = Block(pool, self._addresses(ADDRESS_SPACE_BYTES), ADDRESS_SPACE_BYTES, mapped=False)
@@ -386,13 +381,12 @@ class CachingAllocator(Allocator):
     def _fresh_address(self, size: int) -> int:
         # Pages of either size then start at multiples of that size.
         size = -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
-        if self.config.falls:
+        if self._falls:
             self._next_address -= size
             return self._next_address
         self._next_address += size
         return self._next_address - size
 
 
-def new_allocator(config: AllocatorConfig | None, limit: int | None) -> Allocator:
-    """Return an empty model of a device's allocator; ``config`` is None if it caches nothing."""
-    return Allocator(limit) if config is None else CachingAllocator(limit, config)
+NewAllocator = Callable[[int | None], Allocator]
+"""Makes an empty model of a device's allocator with a limit, None for none."""

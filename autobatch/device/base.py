@@ -1,6 +1,6 @@
 """The contract of a device: a memory budget, a way to enforce it, and readings.
 
-A `Device` returns a `Meter` for whatever runs on it: `enforced()` for a probe, `training()` for a real run.
+A `Device` returns a `Meter` for whatever runs on it, a probe or a real run.
 Nothing outside this package depends on the kind of a device.
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
-from autobatch.device.allocator import AllocatorConfig, MemoryStats
+from autobatch.device.allocator import Allocator, MemoryStats, NewAllocator
 
 if TYPE_CHECKING:
     from autobatch.core.records import Precision
@@ -123,9 +123,9 @@ class Device(ABC):
         self._name, self._total_bytes, self._notes = name, total_bytes, notes
 
     @property
-    def allocator_config(self) -> AllocatorConfig | None:
-        """Settings of its caching allocator; None if it caches nothing."""
-        return None
+    def new_allocator(self) -> NewAllocator:
+        """A function that models its allocator: `Allocator` itself if it caches nothing."""
+        return Allocator
 
     def native_precisions(self) -> tuple[Precision, ...]:
         """Return the precisions that it computes in without emulation, the fastest first on a GPU.
@@ -149,12 +149,12 @@ class Device(ABC):
         )
 
     @abstractmethod
-    def enforced(self) -> AbstractContextManager[Meter]:
-        """Start with an empty cache, and raise ``torch.OutOfMemoryError`` over the budget in the block."""
+    def session(self, *, is_probe: bool) -> AbstractContextManager[Meter]:
+        """Return a meter of what runs within the block.
 
-    @abstractmethod
-    def training(self) -> AbstractContextManager[Meter]:
-        """Run real training within the block, at full speed if the device itself enforces its limit."""
+        A probe starts with an empty cache, raises ``torch.OutOfMemoryError`` over the budget and records its
+        events. A real run keeps its speed, with the same limit if the device has it anyway.
+        """
 
     def budgeted(self, budget_bytes: int) -> Self:
         """Return the same device with the budget of a probe, or with as much of it as is free."""

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from autobatch.core.errors import InputError
 from autobatch.core.units import parse_budget
-from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
+from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
 from autobatch.device.host import HostMemory, cpu_name
 from autobatch.device.profiles import HardwareProfile
@@ -58,13 +58,9 @@ class CpuDevice(Device):
         total_bytes = budget[0] if memory.total_bytes is None else memory.total_bytes
         super().__init__(budget, name=cpu_name(), total_bytes=total_bytes, notes=notes)
 
-    def enforced(self) -> AbstractContextManager[Meter]:
-        """Raise ``torch.OutOfMemoryError`` over the budget within the block."""
-        return StorageTracker(Allocator(self.budget_bytes))
-
-    def training(self) -> AbstractContextManager[Meter]:
-        """Count nothing within the block."""
-        return nullcontext(Meter())
+    def session(self, *, is_probe: bool) -> AbstractContextManager[Meter]:
+        """Raise ``torch.OutOfMemoryError`` over the budget within a probe; count nothing in training."""
+        return StorageTracker(Allocator(self.budget_bytes)) if is_probe else nullcontext(Meter())
 
 
 class SimulatedDevice(Device):
@@ -86,7 +82,7 @@ class SimulatedDevice(Device):
 
     kind = "sim"
     compiler_missing = "torch compiles nothing while the memory of a simulated GPU is counted"
-    allocator_config = AllocatorConfig()
+    new_allocator = CachingAllocator
 
     def __init__(self, profile: HardwareProfile, memory_budget: str | int | None = None) -> None:
         budget = resolve_budget(
@@ -104,25 +100,18 @@ class SimulatedDevice(Device):
         )
         self._session: Allocator | None = None
 
-    def enforced(self) -> AbstractContextManager[Meter]:
-        """Start with an empty cache, and raise ``torch.OutOfMemoryError`` over the budget in the block."""
-        return self._tracked(record=True)
-
-    def training(self) -> AbstractContextManager[Meter]:
-        """Enforce the budget within the block, and record no events."""
-        return self._tracked(record=False)
+    @contextmanager
+    def session(self, *, is_probe: bool) -> Iterator[StorageTracker]:
+        """Raise ``torch.OutOfMemoryError`` over the budget within the block."""
+        outer, self._session = self._session, CachingAllocator(self.budget_bytes)
+        try:
+            with StorageTracker(self._session, name="CUDA", record=is_probe) as tracker:
+                yield tracker
+        finally:
+            self._session = outer
 
     def release(self) -> None:
         """Collect garbage that still holds tensors, and free what the running session has cached."""
         super().release()
         if self._session is not None:
             self._session.release()
-
-    @contextmanager
-    def _tracked(self, *, record: bool) -> Iterator[StorageTracker]:
-        outer, self._session = self._session, CachingAllocator(self.budget_bytes, self.allocator_config)
-        try:
-            with StorageTracker(self._session, name="CUDA", record=record) as tracker:
-                yield tracker
-        finally:
-            self._session = outer

@@ -16,7 +16,8 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,8 +26,8 @@ import torch
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes
-from autobatch.device import nvml
-from autobatch.device.allocator import AllocatorConfig, MemoryStats
+from autobatch.device import host
+from autobatch.device.allocator import CachingAllocator, MemoryStats, NewAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, Device, Meter, resolve_budget
 from autobatch.device.oom import first_line, is_oom
 from autobatch.device.trace import Trace, trace_of
@@ -198,7 +199,7 @@ class CudaDevice(Device):
         _require_usable(index)
         gpu = torch.cuda.get_device_properties(index)
         self._index, self._uuid = index, str(gpu.uuid)
-        before = nvml.read_gpu(self._uuid)
+        before = host.read_gpu(self._uuid)
         try:
             torch.cuda.synchronize(index)
             self._falls = TAKES_LOWEST and segments_fall(index)
@@ -207,9 +208,7 @@ class CudaDevice(Device):
                 f"cuda:{index} cannot be opened: {first_line(error)}; look at its processes, its state and "
                 "its compute mode with nvidia-smi, or choose another GPU with --device cuda:N"
             ) from error
-        after = nvml.read_gpu(self._uuid)
-        self._held_bytes: int | None = None
-        """What the process held when the session began; None outside of sessions."""
+        after = host.read_gpu(self._uuid)
         self.torch_device = torch.device("cuda", index)
         self.compute_capability = (gpu.major, gpu.minor)
         self._context_bytes = max(0, _used(after) - _used(before))
@@ -230,13 +229,13 @@ class CudaDevice(Device):
         super().__init__(budget, name=gpu.name, total_bytes=gpu.total_memory, notes=notes)
 
     @property
-    def allocator_config(self) -> AllocatorConfig:
-        """Settings of torch's allocator in a session."""
-        held_bytes = self._held_bytes
-        return AllocatorConfig(
-            expandable_segments="expandable_segments:true" in allocator_options(os.environ),
+    def new_allocator(self) -> NewAllocator:
+        """A function that models torch's allocator in a session that begins now."""
+        return partial(
+            CachingAllocator,
+            expandable="expandable_segments:true" in allocator_options(os.environ),
             falls=self._falls,
-            held_bytes=torch.cuda.memory_allocated(self._index) if held_bytes is None else held_bytes,
+            held_bytes=torch.cuda.memory_allocated(self._index),
         )
 
     def native_precisions(self) -> tuple[Precision, ...]:
@@ -247,7 +246,7 @@ class CudaDevice(Device):
 
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""
-        record, gpu = super().describe(), nvml.read_gpu(self._uuid)
+        record, gpu = super().describe(), host.read_gpu(self._uuid)
         if isinstance(gpu, str) or gpu.used_bytes is None:
             return record
         # In a container NVML lists this process by an id of the host, or not at all.
@@ -260,18 +259,29 @@ class CudaDevice(Device):
         )
 
     @contextmanager
-    def enforced(self) -> Iterator[CudaMeter]:
-        """Cap the allocator at the budget within the block, which starts with an empty cache."""
-        # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
-        free_workspaces()
-        self.release()
-        with self._session(waits=True, records=not self._unmodelled) as meter:
-            yield meter
-        free_workspaces()
-
-    def training(self) -> AbstractContextManager[CudaMeter]:
-        """Cap the allocator at the budget within the block, and keep its cache."""
-        return self._session(waits=False, records=False)
+    def session(self, *, is_probe: bool) -> Iterator[CudaMeter]:
+        """Cap the allocator at the budget within the block."""
+        if is_probe:
+            # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
+            free_workspaces()
+            self.release()
+        records = is_probe and not self._unmodelled
+        before = torch.cuda.get_per_process_memory_fraction(self._index)
+        try:
+            self._cap(self.budget_bytes)
+            if records:
+                # Without stacks, which cost more than the events.
+                torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
+            # Code of the user and Triton's kernels run on the current GPU, and events record its stream.
+            with torch.cuda.device(self._index):
+                yield CudaMeter(self._index, waits=is_probe, records=records)
+        finally:
+            with suppress(torch.AcceleratorError):  # a lost context has raised its error already
+                if records:
+                    torch.cuda.memory._record_memory_history(enabled=None)
+                self._cap(round(before * self._total_bytes))
+        if is_probe:
+            free_workspaces()
 
     def budgeted(self, budget_bytes: int) -> CudaDevice:
         """Return the same GPU with the budget of a probe, or with as much of it as is free.
@@ -306,26 +316,6 @@ class CudaDevice(Device):
         """Wait until the GPU has finished its work."""
         torch.cuda.synchronize(self._index)
 
-    @contextmanager
-    def _session(self, *, waits: bool, records: bool) -> Iterator[CudaMeter]:
-        """Cap the allocator at the budget within the block, and record its events if asked for."""
-        held, self._held_bytes = self._held_bytes, torch.cuda.memory_allocated(self._index)
-        before = torch.cuda.get_per_process_memory_fraction(self._index)
-        try:
-            self._cap(self.budget_bytes)
-            if records:
-                # Without stacks, which cost more than the events.
-                torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
-            # Code of the user and Triton's kernels run on the current GPU, and events record its stream.
-            with torch.cuda.device(self._index):
-                yield CudaMeter(self._index, waits=waits, records=records)
-        finally:
-            self._held_bytes = held
-            with suppress(torch.AcceleratorError):  # a lost context has raised its error already
-                if records:
-                    torch.cuda.memory._record_memory_history(enabled=None)
-                self._cap(round(before * self._total_bytes))
-
     def _cap(self, limit_bytes: int) -> None:
         """Cap the allocator at the smallest fraction of the memory that allows so many bytes."""
         fraction = fraction_of(limit_bytes, self._total_bytes)
@@ -349,5 +339,5 @@ def _require_usable(index: int) -> None:
         )
 
 
-def _used(gpu: nvml.NvmlGpu | str) -> int:
+def _used(gpu: host.NvmlGpu | str) -> int:
     return 0 if isinstance(gpu, str) else gpu.used_bytes or 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -108,9 +107,9 @@ def list_profiles() -> list[HardwareProfile]:
     return [read_profile(file) for _, file in sorted(_shipped().items())]
 
 
-def data_home(environ: Mapping[str, str]) -> Path:
+def data_home() -> Path:
     """Return the data directory of autobatch: ``AUTOBATCH_HOME``, else the user's data directory."""
-    chosen = environ.get("AUTOBATCH_HOME")
+    chosen = os.environ.get("AUTOBATCH_HOME")
     return Path(chosen).expanduser() if chosen else Path(platformdirs.user_data_dir("autobatch"))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
 
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.device import nvml
+from autobatch.device import host
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.cuda import CudaDevice
@@ -22,7 +22,7 @@ def device_kind(spec: str) -> str:
     return spec.partition(":")[0]
 
 
-def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[str, str]) -> Device:
+def open_device(spec: str, memory_budget: str | int | None) -> Device:
     """Open the device that ``auto``, ``cuda``, ``cuda:N``, ``cpu`` or ``sim:PROFILE`` names.
 
     Raises:
@@ -31,13 +31,13 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
     """
     kind, which = device_kind(spec), spec.partition(":")[2]
     if kind == "cpu" and not which:
-        memory, ranks = host_memory(), environ.get("LOCAL_WORLD_SIZE", "1")
+        memory, ranks = host_memory(), os.environ.get("LOCAL_WORLD_SIZE", "1")
         if memory.available_bytes is not None and ranks.isdecimal() and int(ranks) > 1:
             share = memory.available_bytes // int(ranks)
             memory = memory._replace(
                 available_bytes=share, source=f"{memory.source}, shared by {ranks} ranks"
             )
-        notes = _unused_gpu_notes(environ) if spec == "auto" else []
+        notes = _unused_gpu_notes() if spec == "auto" else []
         return CpuDevice(memory, memory_budget, notes=notes)
     if kind == "cuda" and (not which or which.isdecimal()):
         return CudaDevice(index=int(which or 0), memory_budget=memory_budget)
@@ -46,10 +46,10 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
     raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
 
 
-def _unused_gpu_notes(environ: Mapping[str, str]) -> list[str]:
+def _unused_gpu_notes() -> list[str]:
     """Return a note if the driver shows a GPU that torch cannot use; nothing if the environment hides it."""
-    gpus = nvml.read_gpus()
-    is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    gpus = host.read_gpus()
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if is_hidden or isinstance(gpus, str) or not gpus:
         return []
     return [

@@ -1,16 +1,29 @@
-"""The allocations of a session in order, and their replay in an allocator."""
+"""The allocations of a session in order, their replay in an allocator, and snapshots that torch has written.
+
+A memory snapshot, as `torch.cuda.memory._dump_snapshot` writes it, holds for each GPU the latest events of
+its allocator and the segments at its end. The state at its beginning follows from both. Files of torch 2.1 to
+2.15 differ in the fields of an event; those that are read here are in all of them, but for the frames, the
+pools and the settings, which may be missing. No class is loaded.
+"""
 
 from __future__ import annotations
 
+import gc
+import pickle
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
+from autobatch.core.errors import InputError
+from autobatch.core.text import error_text
 from autobatch.device.allocator import Allocator, BudgetExceeded
 
 FREE = -1
 """The size of an event that frees its block."""
+OLDER = -1
+"""The number of a block that is older than a recording, which only frees it."""
 COMMON_POOL = (0, 0)
 """Pool of all blocks that belong to no CUDA graph and no ``torch.cuda.MemPool``."""
 RELEASES = ("segment_free", "segment_unmap")
@@ -22,7 +35,8 @@ class Trace:
     """The allocations and frees of a session, in order, as a meter records or a program predicts them."""
 
     events: tuple[tuple[int, int], ...]
-    """``(block, bytes)`` for an allocation, ``(block, FREE)`` for a free. A freed number may be reused."""
+    """``(block, bytes)`` for an allocation, ``(block, FREE)`` for a free. Blocks have numbers in the order of
+    allocation."""
     marks: tuple[tuple[int, str], ...] = ()
     """``(number of events before, phase)``: the phase that begins there."""
     modules: tuple[tuple[int, str], ...] = ()
@@ -33,8 +47,6 @@ class Trace:
     streams: tuple[int, ...] = ()
     """The number of the stream of each allocation, in order; empty if there is only one. A private pool is a
     stream of its own."""
-    is_canonical: bool = field(default=False, compare=False)
-    """True if `canonical` would change nothing."""
 
     def phase_at(self, index: int) -> str | None:
         """Return the phase of an event; None before the first mark."""
@@ -46,47 +58,41 @@ class Trace:
         live: dict[int, int] = {}
         for block, size in self.events[: index + 1]:
             if size == FREE:
-                live.pop(block, None)
+                del live[block]
             else:
                 live[block] = size
         return live
 
     def canonical(self) -> Trace:
-        """Return the same trace with blocks numbered in the order of allocation, and with sorted frees.
+        """Return the trace of recorded events in the form that two runs of one program have in common.
 
         Some frees come in the order of a hash table (autocast's cache). Consecutive frees leave the same free
-        blocks in any order, so sorting those between two notes changes no replay. Frees of unknown blocks,
-        and frees after the last allocation, are left out: no peak depends on them.
+        blocks in any order, so sorting those between two notes changes no replay. Frees of older blocks and
+        frees after the last allocation are left out: no peak depends on them.
         """
-        if self.is_canonical:
-            return self
         noted = {*self.releases, *(position for position, _ in (*self.marks, *self.modules))}
         moved: dict[int, int] = {}
-        numbers: dict[int, int] = {}
         events: list[tuple[int, int]] = []
         freed: list[int] = []
-        fresh = 0
         for index, (block, size) in enumerate(self.events):
             if size != FREE or index in noted:
                 events.extend((number, FREE) for number in sorted(freed))
                 freed.clear()
                 moved[index] = len(events)
             if size != FREE:
-                numbers[block] = fresh
-                events.append((fresh, size))
-                fresh += 1
-            elif block in numbers:
-                freed.append(numbers.pop(block))
+                events.append((block, size))
+            elif block != OLDER:
+                freed.append(block)
         while events and events[-1][1] == FREE:
             events.pop()
 
-        def placed(notes: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-            return ((min(moved.get(position, len(events)), len(events)), name) for position, name in notes)
+        def place(position: int) -> int:
+            return min(moved.get(position, len(events)), len(events))
 
-        modules = dict(placed(self.modules))  # the last one of those at one place
-        releases = tuple(position for position, _ in placed((position, "") for position in self.releases))
-        marks = tuple(placed(self.marks))
-        return Trace(tuple(events), marks, tuple(modules.items()), releases, self.streams, is_canonical=True)
+        marks = tuple((place(position), phase) for position, phase in self.marks)
+        modules = {place(position): name for position, name in self.modules}  # the last at one place
+        releases = tuple(map(place, self.releases))
+        return Trace(tuple(events), marks, tuple(modules.items()), releases, self.streams)
 
 
 def trace_of(
@@ -96,9 +102,8 @@ def trace_of(
 ) -> Trace:
     """Turn what the allocator recorded into a trace: a block per allocation, freed when its free completes.
 
-    Blocks have numbers in the order of allocation. Those that are older than the recording have negative
-    ones, in the order of their frees. Allocations that failed are left out: their entries have no address
-    (cuDNN catches the error and tries another plan, torch aten/src/ATen/native/cudnn/Conv_v8.cpp).
+    Allocations that failed are left out: their entries have no address (cuDNN catches the error and tries
+    another plan, torch aten/src/ATen/native/cudnn/Conv_v8.cpp).
 
     Args:
         entries: Of the allocator of one GPU.
@@ -111,22 +116,18 @@ def trace_of(
     releases: dict[int, None] = {}
     streams: list[int] = []
     stream_numbers: dict[object, int] = {}
-    made, older = 0, 0
     for entry in entries:
         action = entry["action"]
         if action == "alloc":
-            numbers[entry["addr"]] = made
-            events.append((made, int(entry["size"])))
-            made += 1
+            numbers[entry["addr"]] = len(streams)
+            events.append((len(streams), int(entry["size"])))
             streams.append(stream_numbers.setdefault(stream_of(entry), len(stream_numbers)))
         elif action == "free_completed":
-            number = numbers.pop(entry["addr"], None)
-            if number is None:
-                number = older = older - 1
-            events.append((number, FREE))
+            events.append((numbers.pop(entry["addr"], OLDER), FREE))
         elif action in RELEASES:
             releases[len(events)] = None
-    return Trace(tuple(events), tuple(marks), tuple(modules), tuple(releases), tuple(streams))
+    recorded = Trace(tuple(events), tuple(marks), tuple(modules), tuple(releases), tuple(streams))
+    return recorded.canonical()
 
 
 def stream_of(entry: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
@@ -145,7 +146,6 @@ class Replay(NamedTuple):
     peak_reserved_bytes: int | None
     peak_at: int
     """Index of the event after which most bytes were allocated."""
-    peak_phase: str | None
 
 
 def replay(trace: Trace, allocator: Allocator) -> Replay:
@@ -158,8 +158,7 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
         if index in releases:
             allocator.release()
         if size == FREE:
-            if block in handles:
-                free(handles.pop(block))
+            free(handles.pop(block))
             continue
         try:
             handles[block] = malloc(size, next(streams, 0))
@@ -174,5 +173,202 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         peak_at=peak_at,
-        peak_phase=trace.phase_at(peak_at),
     )
+
+
+Entry = Mapping[str, Any]
+GROWS = {"segment_alloc": 1, "segment_map": 1} | dict.fromkeys(RELEASES, -1)
+
+
+class Frame(NamedTuple):
+    """A line of the program that allocated a block, or called what did."""
+
+    file: str
+    line: int
+    function: str
+
+
+Stack = tuple[Frame, ...]
+"""Frames of an allocation, the innermost first."""
+LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<frozen", "<string>", "?")
+"""Parts of the names of files that are not the user's own."""
+
+
+class OutOfMemory(NamedTuple):
+    """The first request that the allocator refused. All figures are bytes."""
+
+    asked: int
+    free: int
+    """Free on the GPU."""
+    reserved: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The events of one GPU's allocator."""
+
+    device: int
+    trace: Trace
+    """The events as of an empty allocator, up to the first request that was refused: first what is older than
+    the recording, in the order in which it is freed."""
+    stacks: Sequence[Stack]
+    """Frames of each block, by its number."""
+    peak_reserved_bytes: int
+    older: tuple[int, int]
+    """Number and bytes of the blocks that are older than the recording."""
+    private_bytes: int
+    """Bytes in pools of CUDA graphs at the end."""
+    is_expandable: bool
+    falls: bool
+    """The driver put each new segment below those before it."""
+    settings: str
+    """``PYTORCH_ALLOC_CONF`` of the program, empty if unknown."""
+    refused: OutOfMemory | None
+    """None if memory did not run out."""
+
+
+class _Plain(pickle.Unpickler):
+    """Reader of numbers, text, lists and dictionaries, which is all that a snapshot is made of."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        """Refuse to load a class or a function.
+
+        Raises:
+            UnpicklingError: always.
+        """
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no snapshot has")
+
+
+def load_snapshot(path: Path) -> Any:
+    """Load the content of a snapshot: numbers, text, lists and dictionaries."""
+    with path.open("rb") as file:
+        return _Plain(file).load()
+
+
+def read_recordings(path: Path) -> list[Recording]:
+    """Read the GPUs of a snapshot that have events, those that reserve most first.
+
+    Raises:
+        InputError: the file cannot be read, is no snapshot, or has no events.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # collections while millions of events are made take twice as long as all else
+    try:
+        content = load_snapshot(path)
+        settings = str((content.get("allocator_settings") or {}).get("PYTORCH_CUDA_ALLOC_CONF") or "")
+        traces, segments = content["device_traces"], content["segments"]
+        recordings = [
+            _read(device, entries, [part for part in segments if part.get("device", 0) == device], settings)
+            for device, entries in enumerate(traces)
+            if any(entry["action"] == "alloc" for entry in entries)
+        ]
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+    except MemoryError:
+        raise InputError(f"{path} takes more memory to read than there is, or is damaged") from None
+    except Exception as error:  # whatever a damaged file makes of the reader
+        raise InputError(
+            f"{path} is no memory snapshot of torch ({type(error).__name__}: {error_text(error)}). "
+            "torch.cuda.memory._dump_snapshot and autobatch record write one"
+        ) from None
+    finally:
+        if collects:
+            gc.enable()
+    if not recordings:
+        raise InputError(
+            f"{path} has no allocations: call torch.cuda.memory._record_memory_history() before the first "
+            "step, or use autobatch record"
+        )
+    return sorted(recordings, key=lambda recording: -recording.peak_reserved_bytes)
+
+
+def _read(device: int, entries: list[Entry], segments: Sequence[Entry], settings: str) -> Recording:
+    """Read the events of one GPU."""
+    placed = [entry["addr"] for entry in entries if entry["action"] == "segment_alloc"]
+    peak, refused, refused_at = _course(entries, sum(segment["total_size"] for segment in segments))
+    older, stack_of, stacks = _older(entries, segments), _interned(), list[Stack]()
+    sizes = [int(block["size"]) for block in older]
+    if refused_at is not None:  # as the last allocation
+        entries[refused_at:] = [{**entries[refused_at], "action": "alloc", "addr": None}]
+
+    def noted() -> Iterator[Entry]:
+        """Yield the blocks that are older and then the entries, and note the stacks of all blocks."""
+        for part in (older, entries):
+            for at, entry in enumerate(part):
+                part[at] = {}  # millions of them take a gigabyte
+                if entry["action"] == "alloc":
+                    if entry["size"] < 0:
+                        raise ValueError(f"a block has {entry['size']} bytes")
+                    stacks.append(stack_of(entry.get("frames") or ()))
+                yield entry
+
+    private = [part for part in segments if stream_of(part)[1] != COMMON_POOL]
+    return Recording(
+        device=device,
+        trace=trace_of(noted()),
+        stacks=stacks,
+        peak_reserved_bytes=peak,
+        older=(len(sizes), sum(sizes)),
+        private_bytes=sum(segment["total_size"] for segment in private),
+        is_expandable=any(segment.get("is_expandable") for segment in segments),
+        falls=len(placed) > 1 and placed == sorted(placed, reverse=True),
+        settings=settings,
+        refused=refused,
+    )
+
+
+def _older(entries: Sequence[Entry], segments: Sequence[Entry]) -> list[Entry]:
+    """Return the blocks that are older than the recording, as allocations: first those that it frees."""
+    live, older = set[int](), list[Entry]()
+    for entry in entries:
+        if entry["action"] == "alloc":
+            live.add(entry["addr"])
+        elif entry["action"] == "free_completed" and entry["addr"] in live:
+            live.remove(entry["addr"])
+        elif entry["action"] == "free_completed":
+            older.append({**entry, "action": "alloc", "frames": ()})
+    held = [(segment, block) for segment in segments for block in segment["blocks"]]
+    for segment, block in sorted(held, key=lambda pair: (pair[1]["size"], pair[1]["address"])):
+        if str(block["state"]).startswith("active") and block["address"] not in live:
+            made = {"action": "alloc", "addr": block["address"], "frames": block.get("frames")}
+            older.append({**segment, **made, "size": block.get("requested_size") or block["size"]})
+    return older
+
+
+def _course(entries: Sequence[Entry], reserved_at_end: int) -> tuple[int, OutOfMemory | None, int | None]:
+    """Return the peak of reserved bytes up to the first refusal, and that refusal with its place."""
+    signed = (GROWS.get(entry["action"], 0) * entry["size"] for entry in entries if "size" in entry)
+    reserved = peak = reserved_at_end - sum(signed)
+    for at, entry in enumerate(entries):
+        if entry["action"] == "oom":
+            return peak, OutOfMemory(int(entry["size"]), int(entry["device_free"]), reserved), at
+        if entry["action"] in GROWS:
+            reserved += GROWS[entry["action"]] * entry["size"]
+            peak = max(peak, reserved)
+    return peak, None, None
+
+
+def _interned() -> Callable[[Any], Stack]:
+    """Return a function that makes the frames of events plain, and each stack once, as many share it."""
+    by_identity: dict[int, tuple[Any, Stack]] = {}
+    by_value: dict[Stack, Stack] = {}
+
+    def stack_of(frames: Any) -> Stack:
+        if id(frames) not in by_identity:
+            stack = tuple(
+                Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in frames
+            )
+            # With the frames themselves, as the identity is theirs while they live.
+            by_identity[id(frames)] = frames, by_value.setdefault(stack, stack)
+        return by_identity[id(frames)][1]
+
+    return stack_of
+
+
+def line_of(stack: Stack) -> str:
+    """Return the user's own line that allocated a block, else that of a library; empty without frames."""
+    python = [frame for frame in stack if frame.file.endswith(".py") or frame.file.startswith("<")]
+    own = [frame for frame in python if not any(part in frame.file for part in LIBRARIES)]
+    for frame in [*own, *python]:
+        return f"{frame.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.line} {frame.function}"
+    return ""

@@ -161,7 +161,8 @@ class StorageTracker(TorchDispatchMode, Meter):
         if not self._record:
             return None
         streams = tuple(self._stream_of) if len(self._streams) > 1 else ()
-        return Trace(tuple(self.events), tuple(self._marks), tuple(self._modules), streams=streams)
+        recorded = Trace(tuple(self.events), tuple(self._marks), tuple(self._modules), streams=streams)
+        return recorded.canonical()
 
     def settle(self) -> None:
         """Count a sum of gradients whose summand is still alive, so that it takes over no block."""

@@ -353,11 +353,10 @@ def join_loop() -> Group:
     return Group(messages, limit)
 
 
-def join_existing(world: int) -> Group | None:
-    """Join the processes of a default group of this size; None if there is none."""
-    if not dist.is_initialized() or dist.get_world_size() != world:
-        return None
-    return join_loop()
+def join_existing(world: int) -> Ranks:
+    """Join the processes of a default group of this size; return this process alone if there is none."""
+    is_there = world > 1 and dist.is_initialized() and dist.get_world_size() == world
+    return join_loop() if is_there else Ranks()
 
 
 def _leave() -> None:

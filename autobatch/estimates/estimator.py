@@ -294,7 +294,8 @@ def suggest(setup: Setup) -> list[Remedy]:
         sharding=partial(nullcontext, setup.sharding),
     )
     device = info.device
-    budget = Budget(device.name, device.budget_bytes, device.budget_source, info.allocator, info.samples)
+    allocator = info.new_allocator
+    budget = Budget(device.name, device.budget_bytes, device.budget_source, allocator, info.samples)
     return helpful(footprint(step), [*changes_of(step)], budget)
 
 
@@ -310,8 +311,8 @@ def helpful(plain: Footprint, changes: Sequence[Change], budget: Budget) -> list
         for change, found in traced
         if isinstance(found, Footprint)
     ]
-    if budget.config is not None and not budget.config.expandable_segments:
-        expandable = budget._replace(config=dataclasses.replace(budget.config, expandable_segments=True))
+    if budget.new_allocator(None).is_expandable is False:
+        expandable = budget._replace(new_allocator=partial(budget.new_allocator, expandable=True))
         tried.append((*EXPANDABLE, expandable, plain))
     asked = [partial(of.largest, step) for _, _, of, step in tried]
     (now, peak), *largest = run_in_copies([partial(budget.largest, plain), *asked])

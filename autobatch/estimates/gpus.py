@@ -17,13 +17,13 @@ from autobatch.core.options import Options
 from autobatch.core.records import Estimate
 from autobatch.core.text import listed
 from autobatch.core.units import GiB, KiB, format_bytes
-from autobatch.device.allocator import Allocator, AllocatorConfig, new_allocator
+from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.base import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
 from autobatch.device.trace import replay
 from autobatch.estimates.traced_step import Footprint
 from autobatch.footprint.program import Fitting
-from autobatch.report.words import plural
+from autobatch.report.facts import plural
 
 LARGEST = 2**31 - 1
 """The largest micro-batch of any search, for a step whose memory does not grow."""
@@ -47,20 +47,20 @@ class Budget(NamedTuple):
     budget_bytes: int
     source: str
     """Origin of the budget, in words."""
-    config: AllocatorConfig | None
-    """Settings of the caching allocator; None if it caches nothing."""
+    new_allocator: Callable[..., Allocator]
+    """Models the allocator, with a limit; one that caches also takes ``expandable=True``."""
     cap: int
     """The largest micro-batch to try."""
 
     @property
     def held_bytes(self) -> int:
         """The bytes that the allocator begins with."""
-        return 0 if self.config is None else self.config.held_bytes
+        return self.new_allocator(None).allocated_bytes
 
     def largest(self, step: Footprint) -> tuple[int, int]:
         """Return the largest micro-batch of a step that fits, 0 if none does, and its peak, or that of 1."""
-        size = self._most(step, partial(new_allocator, self.config, self.budget_bytes), self.cap)
-        peaks = replay(step.program.at(max(1, size)), new_allocator(self.config, None))
+        size = self._most(step, partial(self.new_allocator, self.budget_bytes), self.cap)
+        peaks = replay(step.program.at(max(1, size)), self.new_allocator(None))
         reserved = peaks.peak_reserved_bytes
         return size, peaks.peak_allocated_bytes if reserved is None else reserved
 
@@ -69,14 +69,14 @@ class Budget(NamedTuple):
         less = int(self.budget_bytes * (1 - step.margin))
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
         high = self._most(step, partial(Allocator, self.budget_bytes - self.held_bytes), self.cap)
-        best = self._most(step, partial(new_allocator, self.config, self.budget_bytes), high)
-        low = self._most(step, partial(new_allocator, self.config, less), best)
+        best = self._most(step, partial(self.new_allocator, self.budget_bytes), high)
+        low = self._most(step, partial(self.new_allocator, less), best)
         asked = best if micro_batch is None else micro_batch
         trace = step.program.at(max(1, asked))
-        outcome = replay(trace, new_allocator(self.config, self.budget_bytes))
+        outcome = replay(trace, self.new_allocator(self.budget_bytes))
         fits = outcome.fits and asked > 0
         if not outcome.fits:
-            outcome = replay(trace, new_allocator(self.config, None))
+            outcome = replay(trace, self.new_allocator(None))
         return Estimate(
             profile=self.gpu,
             budget_bytes=self.budget_bytes,
@@ -137,7 +137,8 @@ class Gpus:
             owner=gpu.title,
         )
         workspaces = 2 * WORKSPACE_BYTES[gpu.compute_capability >= (9, 0)]
-        return Budget(gpu.name, found, source, AllocatorConfig(held_bytes=workspaces), self.cap)
+        allocator = partial(CachingAllocator, held_bytes=workspaces)
+        return Budget(gpu.name, found, source, allocator, self.cap)
 
     def notes(self, estimates: Sequence[Estimate]) -> list[str]:
         """Return what the options bound or leave room for, one line each."""

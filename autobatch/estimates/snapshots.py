@@ -3,10 +3,6 @@
     one:          Recording ─replay─► peaks, what lives there, the GPUs on which it would have run
     two or three: Recordings ─align─► Program ─replay─► the largest size on each GPU
 
-Recordings of several sizes are aligned block by block, and fitted over the size. Between sizes few blocks
-come and go: the scratch of a long sum, a library's workspace in the first run. These are taken as in the
-largest recording.
-
 Nothing is traced and no device is touched. Recorded are all blocks of torch's allocator, whoever took them.
 Not seen is what is allocated elsewhere: the context of CUDA, for which a budget leaves room, and NCCL.
 """
@@ -16,11 +12,11 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -29,19 +25,27 @@ from autobatch.core.options import Options, refuse
 from autobatch.core.records import Estimate, Recorded, Refusal
 from autobatch.core.text import quoted
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator import Allocator, AllocatorConfig, CachingAllocator
+from autobatch.device.allocator import Allocator, CachingAllocator, segment_bytes
 from autobatch.device.cuda import unmodelled_options
 from autobatch.device.profiles import HardwareProfile
-from autobatch.device.snapshot_file import OutOfMemory, Recording, Stack, read_recordings
-from autobatch.device.trace import FREE, Replay, Trace, replay
+from autobatch.device.trace import (
+    OutOfMemory,
+    Recording,
+    Replay,
+    Stack,
+    Trace,
+    line_of,
+    read_recordings,
+    replay,
+)
 from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.estimator import helpful, with_remedies
 from autobatch.estimates.gpus import Budget, Gpus
 from autobatch.estimates.traced_step import MARGIN, Footprint
-from autobatch.footprint.program import Polynomial, Program, block_sizes, polynomial_through
+from autobatch.footprint.program import align
 from autobatch.planning import equal_parts_note, program_plan
+from autobatch.report.facts import plural
 from autobatch.report.result import Estimates
-from autobatch.report.words import count, plural
 
 MOST_LINES = 12
 """Lines of the program in an explanation, those with the most bytes."""
@@ -49,16 +53,6 @@ MOST_GUESSED = 1 / 3
 """Share of a peak that may be taken as it is in the largest recording."""
 NOTED_SHARE = 0.01
 """Share of a peak by which a replay may differ from its recording without a note."""
-LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "/torch/", "<frozen", "<string>", "?")
-"""Parts of the names of files that are not the user's own."""
-MOST_APART, LEAST_APART = 0.25, 16
-"""Share and number of blocks that one of two recordings may have alone. A sum of gradients takes two more
-from some size on, which is one block in ten for a model of linear layers."""
-MOST_EDITS = 1000
-"""Bound on them, as the search for pairs takes its square."""
-LIFE_SLACK, LIFE_SHARE = 8, 3
-"""Number of allocations, and one part in this many, by which the lives of a pair may differ."""
-CLOSER = "Record the same steps of the same program, at sizes that are closer"
 CHANGES = ("sequence", "lora", "checkpointing", "parallel", "precision")
 """Options that change what runs."""
 _SIZED = re.compile(r"([1-9][0-9]{0,8})=(.+)", re.DOTALL)
@@ -146,7 +140,7 @@ def _explained(path: Path, gpus: Gpus) -> Estimates:
     ran = whole if refused is None else replace(whole, events=whole.events[:-1])
 
     def replayed(trace: Trace, *, expandable: bool = recording.is_expandable) -> Replay:
-        return replay(trace, CachingAllocator(None, AllocatorConfig(expandable_segments=expandable)))
+        return replay(trace, CachingAllocator(None, expandable))
 
     held, peak = replayed(ran), recording.peak_reserved_bytes
     notes += _differences(peak, held.peak_reserved_bytes or 0, str(path))
@@ -171,7 +165,7 @@ def _explained(path: Path, gpus: Gpus) -> Estimates:
 def _refusal(refused: OutOfMemory, allocated: int) -> Refusal:
     """Return why a request was refused, with what was allocated then."""
     unused = refused.reserved - allocated
-    is_limited = AllocatorConfig().segment_bytes(refused.asked) <= refused.free
+    is_limited = segment_bytes(refused.asked) <= refused.free
     is_enough = refused.asked <= unused + refused.free
     reason: Literal["fragmented", "limited", "full"] = "fragmented" if is_enough else "full"
     if is_limited and refused.asked > unused:
@@ -195,9 +189,10 @@ class _Program:
     def __init__(self, recordings: dict[int, Recording], options: Options, gpus: Gpus) -> None:
         self._options, self._gpus = options, gpus
         self._size, self._largest = max(recordings.items())
-        program, unpaired = _align(recordings)
+        self._new_allocator = partial(CachingAllocator, expandable=self._largest.is_expandable)
+        program, unpaired = align(recordings)
         trace = program.at(self._size)
-        outcome = replay(trace, CachingAllocator(None, self._config))
+        outcome = replay(trace, self._new_allocator(None))
         live = trace.live_after(outcome.peak_at)
         self._apart_bytes = sum(live[block] for block in unpaired & live.keys())
         """Bytes at the peak of the largest recording that are taken as they are there."""
@@ -205,7 +200,8 @@ class _Program:
         if share > MOST_GUESSED:
             raise InputError(
                 f"the recordings part too far: {format_bytes(self._apart_bytes)} ({share:.0%}) of what is "
-                f"live at the peak of {self._size} are not in all of them, or grow by no rule. {CLOSER}"
+                f"live at the peak of {self._size} are not in all of them, or grow by no rule. Record the "
+                "same steps of the same program, at sizes that are closer"
             )
         recorded, replayed = self._largest.peak_reserved_bytes, outcome.peak_reserved_bytes or 0
         margin = max(MARGIN, abs(replayed - recorded) / recorded)
@@ -217,17 +213,13 @@ class _Program:
             if self._apart_bytes:
                 lives = f"are {share:.0%} of the peak. Recordings at larger sizes say more"
             self.notes.append(
-                f"{plural(len(unpaired), 'block')} of {count(len(self._largest.stacks))} are not in all "
+                f"{plural(len(unpaired), 'block')} of {len(self._largest.stacks):,} are not in all "
                 f"recordings, or grow by no rule: taken as at {self._size}, where they {lives}"
             )
 
-    @property
-    def _config(self) -> AllocatorConfig:
-        return AllocatorConfig(expandable_segments=self._largest.is_expandable)
-
     def budget(self, gpu: HardwareProfile) -> Budget:
         """Return the budget of a GPU, whose allocator has segments as in the recording."""
-        return self._gpus.budget(gpu)._replace(config=self._config)
+        return self._gpus.budget(gpu)._replace(new_allocator=self._new_allocator)
 
     def estimate(self, gpu: HardwareProfile) -> Estimate:
         """Predict what fits on one GPU."""
@@ -261,126 +253,7 @@ def _by_line(live: dict[int, int], stacks: Sequence[Stack]) -> dict[str, int]:
     """Return the bytes of live blocks by the line that took them."""
     taken: Counter[str] = Counter()
     for block, size in live.items():
-        taken[_line_of(stacks[block])] += size
+        taken[line_of(stacks[block]) or "without a line"] += size
     shown = dict(taken.most_common(MOST_LINES))
     rest = taken.total() - sum(shown.values())
     return shown | ({"all others": rest} if rest else {})
-
-
-def _line_of(stack: Stack) -> str:
-    """Return the user's own line that allocated a block, else that of a library."""
-    python = [frame for frame in stack if frame.file.endswith(".py") or frame.file.startswith("<")]
-    own = [frame for frame in python if not any(part in frame.file for part in LIBRARIES)]
-    for frame in [*own, *python]:
-        return f"{frame.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.line} {frame.function}"
-    return "without a line"
-
-
-def _align(recordings: dict[int, Recording]) -> tuple[Program, frozenset[int]]:
-    """Fit a program to recordings, the smallest first.
-
-    Returns:
-        The program, and the blocks that are taken from the largest recording: not all have them, or they
-        follow no rule.
-
-    Raises:
-        InputError: the recordings part too far.
-    """
-    *sizes, largest = recordings
-    pairs = [_pairs(recordings, size, largest) for size in sizes]
-    columns = [block_sizes(recording.trace) for recording in recordings.values()]
-    rule_of = cache(partial(_rule, [*recordings]))
-    rules: list[Polynomial] = []
-    unpaired = set()
-    for block, size in enumerate(columns[-1]):
-        of_pair = [column[pair[block]] for column, pair in zip(columns, pairs, strict=False) if block in pair]
-        rule = rule_of((*of_pair, size)) if len(of_pair) == len(pairs) else None
-        if rule is None:
-            unpaired.add(block)
-        rules.append(rule or Polynomial(size))
-    return Program(recordings[largest].trace, tuple(rules)), frozenset(unpaired)
-
-
-def _rule(points: Sequence[int], sizes: Sequence[int]) -> Polynomial | None:
-    """Return the polynomial through sizes; None if there is none, or if it is negative at a size of 1."""
-    rule = polynomial_through(points, sizes)
-    return rule if rule is not None and sum(rule[:3]) >= 0 else None
-
-
-def _pairs(recordings: dict[int, Recording], n: int, m: int) -> dict[int, int]:
-    """Return the block at size n for each block at the larger size m that both recordings have.
-
-    Paired in order are blocks of one stack and stream that stay, or grow by no more than the square of the
-    size.
-
-    Raises:
-        InputError: the recordings part too far, with the place.
-    """
-    small, large = recordings[n], recordings[m]
-    sizes, lives = block_sizes(small.trace), _lives(small.trace)
-    other_sizes, other_lives = block_sizes(large.trace), _lives(large.trace)
-
-    def may_be_pair(x: int, y: int) -> bool:
-        life, other_life = lives[x], other_lives[y]
-        return (
-            sizes[x] * n * n <= other_sizes[y] * n * n <= sizes[x] * m * m
-            and abs(life - other_life) <= LIFE_SLACK + max(life, other_life) // LIFE_SHARE
-            and small.stacks[x] == large.stacks[y]
-            and small.trace.streams[x] == large.trace.streams[y]
-        )
-
-    most = min(MOST_EDITS, max(LEAST_APART, int(MOST_APART * len(other_sizes))))
-    pairs, reached = _shortest_edit(may_be_pair, len(sizes), len(other_sizes), most)
-    if pairs is not None:
-        return pairs
-    where = []
-    for size, block in zip((n, m), reached, strict=True):
-        stacks = recordings[size].stacks
-        line = _line_of(stacks[block]) if block < len(stacks) else "its end"
-        where.append(f"block {block:,} of {len(stacks):,} at {size} ({line})")
-    raise InputError(
-        f"the recordings at {n} and {m} part too far: after {where[0]} and {where[1]} more than {most} "
-        f"blocks are in one of them alone. {CLOSER}"
-    )
-
-
-def _shortest_edit(
-    is_pair: Callable[[int, int], bool], n: int, m: int, most: int
-) -> tuple[dict[int, int] | None, tuple[int, int]]:
-    """Pair numbers below n and m, in order, so that at most so many are left alone (Myers 1986).
-
-    Returns:
-        The first number by the second, None if more are left alone; and the numbers that were reached.
-    """
-    reached: dict[int, tuple[int, Any]] = {1: (0, None)}
-    """The first number that was reached for each difference of both, and the runs of pairs up to there."""
-    for edits in range(most + 1):
-        for k in range(-edits, edits + 1, 2):
-            down = k == -edits or (k != edits and reached[k - 1][0] < reached[k + 1][0])
-            x, runs = reached[k + 1 if down else k - 1]
-            start = x = x if down else x + 1
-            while x < n and x - k < m and is_pair(x, x - k):
-                x += 1
-            reached[k] = x, (start, x, k, runs) if x > start else runs
-            if x >= n and x - k >= m:
-                return dict(_unrolled(reached[k][1])), (n, m)
-    x, k = max((min(x, n), k) for k, (x, _) in reached.items() if x - k <= m)
-    return None, (x, x - k)
-
-
-def _unrolled(runs: Any) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of runs, the last run first."""
-    while runs is not None:
-        start, end, k, runs = runs
-        yield from ((x - k, x) for x in range(start, end))
-
-
-def _lives(trace: Trace) -> list[int]:
-    """Return how many allocations follow each block until it is freed, or until the end."""
-    made, ends = 0, dict[int, int]()
-    for block, size in trace.events:
-        if size == FREE:
-            ends[block] = made
-        else:
-            made += 1
-    return [ends.get(block, made) - block - 1 for block in range(made)]

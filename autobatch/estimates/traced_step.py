@@ -303,7 +303,7 @@ def record(step: TracedStep, micro_batch: int, batch: Collated | None = None) ->
             train_step(train_state, micro_batches(count), samples, mark=recorder.mark)
     trace = recorder.trace()
     assert trace is not None
-    return Recording(trace.canonical(), frozenset(recorder.notes))
+    return Recording(trace, frozenset(recorder.notes))
 
 
 def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sharding | None) -> TrainState:

@@ -99,7 +99,6 @@ class Explanation(NamedTuple):
 
 def explain(trace: Trace) -> Explanation:
     """Explain the peak of a trace, or the end of one that ran out of memory there."""
-    trace = trace.canonical()
     outcome = replay(trace, Allocator())
     labels = labels_of(trace)
     by_kind: Counter[str] = Counter()
@@ -111,7 +110,7 @@ def explain(trace: Trace) -> Explanation:
             by_module[part or "(the model itself)"] += size
     return Explanation(
         peak_bytes=outcome.peak_allocated_bytes,
-        phase=outcome.peak_phase or "setup",
+        phase=trace.phase_at(outcome.peak_at) or "setup",
         by_kind=dict(by_kind.most_common()),
         by_module=dict(by_module.most_common()),
     )
@@ -122,7 +121,6 @@ def memory_curve(trace: Trace, micro_batch: int, allocator: Allocator) -> Memory
 
     The allocator is empty, without a limit. If it caches, its cached memory is a category of its own.
     """
-    trace = trace.canonical()
     labels = labels_of(trace)
     made: Counter[str] = Counter()
     for block, size in trace.events:

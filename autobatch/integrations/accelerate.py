@@ -30,7 +30,6 @@ from torch.utils.data import DataLoader
 from autobatch.core.options import Keywords
 from autobatch.integrations.library_plan import (
     LibraryLoop,
-    LibraryPlan,
     check_resizable,
     float32_outputs,
     on_host,
@@ -39,6 +38,7 @@ from autobatch.integrations.library_plan import (
     rebuilt,
     resize,
 )
+from autobatch.report.result import PlanResult
 from autobatch.workload.contract import Collated, Loss, Workload, refuse_loss_of_torch
 
 __all__ = ["plan"]
@@ -53,7 +53,7 @@ def plan(
     loss: Callable[[Any, Collated], Tensor | Loss],
     target_batch: int,
     **options: Unpack[Keywords],
-) -> LibraryPlan:
+) -> PlanResult:
     """Plan for an ``Accelerator``, and set its accumulation steps and the batch size of the loader.
 
     Args:

@@ -45,18 +45,9 @@ class LibraryLoop:
     """Lines on what was set in the library besides the plan."""
 
 
-class LibraryPlan(PlanResult, frozen=True, kw_only=True):
-    """A plan that was set in a library: equal micro-batches, and what is not exact about them."""
-
-    library: str
-
-    def __str__(self) -> str:
-        return f"{self.library}: {super().__str__()}"
-
-
 def plan_for(
     workload: Workload, loop: LibraryLoop, target_batch: int, **options: Unpack[Keywords]
-) -> LibraryPlan:
+) -> PlanResult:
     """Probe and plan in equal micro-batches, and note what the library's loop makes of them.
 
     Args:
@@ -78,30 +69,26 @@ def plan_for(
     options["split"] = "count"
     # The check is for autobatch's own sum; the notes below say what the library's sum is.
     options.setdefault("split_check", "off")
-    ranks = join_existing(loop.world_size) if loop.world_size > 1 else None
+    ranks = join_existing(loop.world_size)
     try:
         plan = autobatch.plan(workload, target_batch=target_batch, world_size=loop.world_size, **options)
     except Exception:
-        if ranks is not None:
-            ranks.gather(0)
+        ranks.gather(0)
         raise
     remarks = [*loop.remarks]
-    if ranks is None and loop.world_size > 1:
+    if ranks.world < loop.world_size:
         remarks.append("each process has planned for itself, because they are not connected yet")
-    if ranks is not None:
-        limits = ranks.gather(plan.micro_batch)
-        rank = limits.index(min(limits))
-        if not limits[rank]:
-            raise DoesNotFitError(f"rank {rank} has no plan: its own message says why")
-        if limits[rank] < plan.micro_batch:
-            remarks.insert(0, f"all ranks run micro-batches of at most {limits[rank]}, as fit on rank {rank}")
-            plan = msgspec.structs.replace(plan, micro_batch=limits[rank])
+    limits = ranks.gather(plan.micro_batch)
+    rank = limits.index(min(limits))
+    if not limits[rank]:
+        raise DoesNotFitError(f"rank {rank} has no plan: its own message says why")
+    if limits[rank] < plan.micro_batch:
+        remarks.insert(0, f"all ranks run micro-batches of at most {limits[rank]}, as fit on rank {rank}")
+        plan = msgspec.structs.replace(plan, micro_batch=limits[rank])
     limit = min(plan.micro_batch, plan.probe.micro_batch)
     plan = with_equal_parts(plan)
     remarks += _remarks(loop, workload, plan, limit)
-    fields = {name: getattr(plan, name) for name in plan.__struct_fields__}
-    fields["notes"] = [f"{loop.name}: {remark}" for remark in remarks]
-    return LibraryPlan(**fields, library=loop.name)
+    return msgspec.structs.replace(plan, notes=[f"{loop.name}: {remark}" for remark in remarks])
 
 
 def _remarks(loop: LibraryLoop, workload: Workload, plan: PlanResult, limit: int) -> Iterator[str]:
@@ -190,10 +177,9 @@ def check_resizable(loader: Any) -> None:
     # That of torchdata's stateful loader has the same fields.
     is_own = type(sampler) is not BatchSampler and not type(sampler).__module__.startswith("torchdata.")
     if not isinstance(loader, DataLoader) or is_own:
-        made = f" whose batches {kind_of(sampler)} makes" if isinstance(loader, DataLoader) else ""
         raise InputError(
-            f"the batch size of {kind_of(loader)}{made} cannot be changed: give a torch DataLoader of single "
-            "samples, with a batch_size, and plan before the library prepares it"
+            f"the batch size of {kind_of(loader)} cannot be changed: give a torch DataLoader of single "
+            "samples, with a batch_size and no batch_sampler, and plan before the library prepares it"
         )
 
 

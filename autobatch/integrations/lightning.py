@@ -27,13 +27,13 @@ from autobatch.core.options import Keywords
 from autobatch.core.records import Precision
 from autobatch.integrations.library_plan import (
     LibraryLoop,
-    LibraryPlan,
     check_resizable,
     on_host,
     plan_for,
     precision_of,
     resize,
 )
+from autobatch.report.result import PlanResult
 from autobatch.workload.contract import Workload, kind_of, parts_of
 from autobatch.workload.rng import preserved_random_state
 
@@ -65,7 +65,7 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
 
     def __init__(self, *, target_batch: int, **options: Unpack[Keywords]) -> None:
         self.target_batch = target_batch
-        self.plan: LibraryPlan | None = None
+        self.plan: PlanResult | None = None
         """The plan; None before ``fit``."""
         self._options = options
 
@@ -107,7 +107,7 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Tell the plan."""
         if self.plan is not None:
-            rank_zero_info(str(self.plan))
+            rank_zero_info(f"autobatch: {self.plan}")
 
 
 def workload(module: Any, loader: DataLoader[Any]) -> Workload:

@@ -29,15 +29,15 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, DeviceRecord, LimitedBy
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator import CachingAllocator
 from autobatch.device.cuda import TAKES_LOWEST, allocator_options, fraction_of
 from autobatch.device.oom import is_below_budget
 from autobatch.device.select import open_device
-from autobatch.device.snapshot_file import Recording, read_recordings
+from autobatch.device.trace import Recording, read_recordings
 from autobatch.estimates.copies import run_in_copies
 from autobatch.integrations.recorder.autobatch_recorder import recorded
 from autobatch.planning import equal_parts_note, program_plan
-from autobatch.rehearsal.attempt import Outcome
+from autobatch.rehearsal.rehearsal import Outcome
 from autobatch.rehearsal.setup import KeyValue
 from autobatch.report.result import Result
 from autobatch.search.find_limit import reported, search_from_saved
@@ -168,8 +168,7 @@ class Runner:
         known = self.recording
         falls = TAKES_LOWEST and known is not None and known.falls
         is_expandable = known is not None and known.is_expandable
-        config = AllocatorConfig(expandable_segments=is_expandable, falls=falls)
-        return CachingAllocator(self.device.budget_bytes, config)
+        return CachingAllocator(self.device.budget_bytes, is_expandable, falls=falls)
 
 
 def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
@@ -178,8 +177,7 @@ def describe_gpu(memory_budget: str | int | None) -> DeviceRecord:
     Raises:
         InputError: there is no GPU, or the budget exceeds its memory.
     """
-    opened = partial(open_device, "cuda", memory_budget=memory_budget, environ=os.environ)
-    return run_in_copies([lambda: opened().describe()])[0]
+    return run_in_copies([lambda: open_device("cuda", memory_budget).describe()])[0]
 
 
 def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:

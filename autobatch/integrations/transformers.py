@@ -28,12 +28,12 @@ from autobatch.core.errors import InputError
 from autobatch.core.options import Keywords
 from autobatch.integrations.library_plan import (
     LibraryLoop,
-    LibraryPlan,
     float32_outputs,
     on_host,
     plan_for,
     rebuilt,
 )
+from autobatch.report.result import PlanResult
 from autobatch.workload.contract import Collated, Loss, Workload, parts_of
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import to_device
@@ -47,7 +47,7 @@ MOST_ITEMS = 1000
 """Items of a list or dictionary above which it counts as data, which no loss writes."""
 
 
-def plan(trainer: Any, *, target_batch: int, **options: Unpack[Keywords]) -> LibraryPlan:
+def plan(trainer: Any, *, target_batch: int, **options: Unpack[Keywords]) -> PlanResult:
     """Plan for a ``Trainer``, and set its batch size, accumulation steps and learning rate.
 
     An optimizer that the trainer was given keeps its own learning rate.

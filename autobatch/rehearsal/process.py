@@ -32,7 +32,7 @@ from autobatch.core.signals import end_with_parent, start_quietly
 from autobatch.device.host import count_oom_kills, has_gpu_driver
 
 if TYPE_CHECKING:
-    from autobatch.rehearsal.setup import Role, Setup, SetupInfo
+    from autobatch.rehearsal.setup import Setup, SetupInfo
     from autobatch.workload.reference import WorkloadSource
 
 PATIENCE_SECONDS = 2.0
@@ -81,16 +81,15 @@ class ChildProcess:
 
     Args:
         is_copy: copy this process, which has imported torch and done nothing with it; see `may_copy`.
-        oom_kills: counts the processes that the host has killed because it ran out of memory.
     """
 
     info: SetupInfo
     """Description of the setup that is open."""
 
-    def __init__(self, *, is_copy: bool = False, oom_kills: Callable[[], int] = count_oom_kills) -> None:
-        self._is_copy, self._oom_kills = is_copy, oom_kills
+    def __init__(self, *, is_copy: bool = False) -> None:
+        self._is_copy = is_copy
         self._process: Any = None
-        self._opened: tuple[str | None, Options, Role] | None = None
+        self._opened: tuple[str | None, Options, int] | None = None
         self._is_lost = False
         """True if another child must answer the next call."""
 
@@ -118,14 +117,14 @@ class ChildProcess:
             self._log.close()
             self._process = None
 
-    def open(self, reference: str | None, options: Options, role: Role) -> Self:
+    def open(self, reference: str | None, options: Options, world: int) -> Self:
         """Open a workload in the child, which has not opened any; None for the demo.
 
         Raises:
             InputError: the device, the budget, the workload or a setting is invalid.
             ChildCrashed: the child crashed.
         """
-        self._opened = reference, options, role
+        self._opened = reference, options, world
         self.info = self._answer("while it opened the workload", _open, self._opened)
         return self
 
@@ -147,7 +146,7 @@ class ChildProcess:
 
     def _answer(self, when: str, function: object, args: object, more: object = None) -> Any:
         """Have a function called, and wait for its answer. Ctrl-C ends the wait, and the child ignores it."""
-        kills = self._oom_kills()
+        kills = count_oom_kills()
         self._is_lost = True  # until it has answered
         try:
             with suppress(BrokenPipeError):  # the wait tells why
@@ -165,7 +164,7 @@ class ChildProcess:
         raise ChildCrashed(
             f"the child process ended {when} ({how}). Its last output: {_last_lines(self._log)}"
             f"{advice if is_killed else ''}",
-            out_of_memory=is_killed and self._oom_kills() > kills,
+            out_of_memory=is_killed and count_oom_kills() > kills,
         )
 
     def _stop(self, patience: float) -> int:
@@ -184,7 +183,7 @@ SetupProcess = ThisProcess | ChildProcess
 
 @contextmanager
 def open_process(
-    workload: WorkloadSource, options: Options, role: Role, child: ChildProcess | None = None
+    workload: WorkloadSource, options: Options, world: int, child: ChildProcess | None = None
 ) -> Iterator[SetupProcess]:
     """Open the workload here; a reference, or the demo, in a child process if there is one.
 
@@ -193,9 +192,9 @@ def open_process(
     """
     if child is not None and (workload is None or isinstance(workload, str)):
         with child as process:
-            yield process.open(workload, options, role)
+            yield process.open(workload, options, world)
     else:
-        yield ThisProcess(_open(workload, options, role))
+        yield ThisProcess(_open(workload, options, world))
 
 
 def may_copy(device: str) -> bool:
@@ -220,11 +219,11 @@ def import_torch() -> None:
     gc.enable()
 
 
-def _open(workload: WorkloadSource, options: Options, role: Role) -> Setup:
+def _open(workload: WorkloadSource, options: Options, world: int) -> Setup:
     from autobatch.rehearsal.setup import open_setup
     from autobatch.workload.reference import find_workload
 
-    return open_setup(find_workload(workload, options.seed), options, role, is_demo=workload is None)
+    return open_setup(find_workload(workload, options.seed), options, world)
 
 
 def _last_lines(log: IO[bytes]) -> str:

@@ -18,7 +18,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.knobs import PRECISION, Value
 from autobatch.core.options import Options
 from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
-from autobatch.device.allocator import AllocatorConfig
+from autobatch.device.allocator import NewAllocator
 from autobatch.device.base import Device
 from autobatch.device.cuda import allocator_options
 from autobatch.device.oom import memory_named
@@ -26,10 +26,10 @@ from autobatch.device.select import device_kind, open_device
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.step.train_state import StepSettings
+from autobatch.workload import demo
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.data_digest import DataDigest, digest_data
-from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import epoch_of
 from autobatch.workload.rng import preserved_random_state, seeded
@@ -40,18 +40,6 @@ if TYPE_CHECKING:
     from autobatch.distributed.shard import Sharding
 
 KeyValue = str | int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Role:
-    """Part that a process takes among the ranks: plain values, which travel to a child process."""
-
-    world: int = 1
-    """Ranks that train together, each on a device of its own."""
-    shards: int | None = None
-    """Ranks that share the model; None if each has a whole one."""
-    rank: int | None = None
-    """Rank of a process that trains; None in one that runs the steps of a rank without the other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +59,10 @@ class Setup(StepSettings):
     """True for a loop of the user's own, which keeps each micro-batch until the next one is there."""
     sharding: Sharding | None = None
     """The parts of a rank without the others; None if each rank has a whole model, or to train."""
-    role: Role = Role()
+    world: int = 1
+    """Ranks that train together, each on a device of its own."""
+    shards: int | None = None
+    """Ranks that share the model; None if each has a whole one."""
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -89,19 +80,16 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Loader processes that the workload asks for; None if it does not."""
     learning_rate: float
     base_batch: int | None
-    precision: Precision
     gradient_dtype: GradientDtype = "fp32"
     model_bytes: int = 0
     """Bytes of the parameters that are trained."""
     batch_norms: tuple[float | None, ...] = ()
     """Momentum of each BatchNorm layer."""
     name: str
-    allocator: AllocatorConfig | None = None
-    """Settings of the device's caching allocator; None if it caches nothing."""
+    new_allocator: NewAllocator
+    """Models the device's allocator: `Allocator` itself if it caches nothing."""
     largest_sample: tuple[int, float] | None = None
     """Index and size of the largest sample; None if all sizes are equal."""
-    shards: int | None = None
-    """Ranks that share the model; None if each has a whole one."""
     data: DataDigest | None = None
     """What tells the training data from others; None for a stream, and for values that are never the same."""
     notes: list[str] = []
@@ -113,45 +101,40 @@ def with_knobs(setup: Setup, knobs: Mapping[str, Value]) -> Setup:
     return replace(setup, precision=precision, knobs=knobs)
 
 
-def open_setup(
-    workload: Workload,
-    options: Options,
-    role: Role = Role(),
-    *,
-    is_demo: bool = False,
-) -> Setup:
+def open_setup(workload: Workload, options: Options, world: int = 1, *, rank: int | None = None) -> Setup:
     """Open the device and build the model. Random states stay, and no sample is read yet.
 
     Args:
         workload: what to train.
         options: options of the run.
-        role: part of this process among the ranks.
-        is_demo: the workload is the embedded demo, which has its own default budget.
+        world: ranks that train together.
+        rank: of a process that trains; None for one that runs the steps of a rank without the other ranks.
 
     Raises:
         InputError: the device, the budget or the model is invalid, or ranks cannot train the loss.
     """
-    check_loss_of_ranks(workload, role.world)
+    check_loss_of_ranks(workload, world)
+    shards = world if options.parallel == "shard" else None
     budget = options.memory_budget
-    if budget is None and is_demo:
-        budget = MEMORY_BUDGET.get(device_kind(options.device))
+    if budget is None and workload.model is demo.network:
+        budget = demo.MEMORY_BUDGET.get(device_kind(options.device))
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = scanned(workload)
-    device = open_device(options.device, memory_budget=budget, environ=os.environ)
+    device = open_device(options.device, budget)
     with seeded(options.seed), memory_named("the model was built"):
         # Ranks that share a model get its first values from rank 0.
-        on_meta = None if role.shards is None else built_on_meta(workload)
+        on_meta = None if shards is None else built_on_meta(workload)
         if on_meta is not None:
             # Only here: importing FSDP takes a second, which a run without it saves.
             from autobatch.distributed.shard import check_sharding
 
             check_sharding(on_meta, options.precision)
-        model = build_model(workload) if on_meta is None or role.rank == 0 else on_meta
+        model = build_model(workload) if on_meta is None or rank == 0 else on_meta
     sharding = None
-    if role.shards is not None and role.rank is None:
+    if shards is not None and rank is None:
         from autobatch.distributed.shard import sharding_alone
 
-        sharding = sharding_alone(role.shards, device.torch_device.type)
+        sharding = sharding_alone(shards, device.torch_device.type)
     return Setup(
         workload=workload,
         stream=stream,
@@ -163,9 +146,10 @@ def open_setup(
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
         whole_batch=options.target_batch if isinstance(workload.loss, WholeBatchLoss) else None,
-        keeps_batches=options.command == "plan" and role.shards is None,
+        keeps_batches=options.command == "plan" and shards is None,
         sharding=sharding,
-        role=role,
+        world=world,
+        shards=shards,
     )
 
 
@@ -179,12 +163,8 @@ def build_model(workload: Workload) -> nn.Module:
         model = workload.model()
         if not isinstance(model, nn.Module):
             raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        raise InputError(
-            f"{lazy[0]} of the model has no shape before its first forward pass (a lazy module). Run it once "
-            "on a sample in Workload(model=…)"
-        )
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+        raise InputError("the model has a lazy module: run it once on a sample in Workload(model=…)")
     # Modules that the user has put in eval mode stay so. A whole model in eval mode is as a library loads it.
     if not any(module.training for module in model.modules()):
         model.train()
@@ -241,15 +221,13 @@ def describe_setup(setup: Setup) -> SetupInfo:
         workers=workload.workers,
         learning_rate=workload.learning_rate,
         base_batch=workload.base_batch,
-        precision=setup.precision,
         gradient_dtype=setup.gradient_dtype,
         model_bytes=sum(p.nbytes for p in setup.model.parameters() if p.requires_grad),
         batch_norms=tuple(layer.momentum for layer in setup.model.modules() if isinstance(layer, _BatchNorm)),
         name=workload.name,
-        allocator=setup.device.allocator_config,
+        new_allocator=setup.device.new_allocator,
         largest_sample=setup.worst_case.largest(),
         data=data,
-        shards=setup.role.shards,
         notes=[
             *device.notes,
             *stream_notes(workload.train_data),
@@ -299,8 +277,8 @@ def setup_key(setup: Setup, device: DeviceRecord) -> dict[str, KeyValue]:
         **device_key(setup),
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
-        "world_size": setup.role.world,
-        "parallel": None if setup.role.shards is None else f"shard over {setup.role.shards}",
+        "world_size": setup.world,
+        "parallel": None if setup.shards is None else f"shard over {setup.shards}",
         "keeps_batches": 1 if setup.keeps_batches else None,
     }
 

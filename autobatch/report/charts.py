@@ -23,7 +23,6 @@ from matplotlib.ticker import MaxNLocator
 from autobatch.core.records import MemoryCurve, RunRecord, StepRecord
 from autobatch.core.units import GiB, KiB, MiB, TiB, format_bytes
 from autobatch.report.facts import is_probed_configuration
-from autobatch.report.words import count
 
 WIDTH = 400
 """Pixels across: a phone shows a drawing a little smaller, a wide page larger."""
@@ -72,7 +71,6 @@ Curves = dict[str, list[tuple[float, float]]]
 class Picture(NamedTuple):
     """A chart."""
 
-    slug: str
     svg: str
     note: str
     """Text below the chart."""
@@ -140,14 +138,14 @@ def memory_figure(curve: MemoryCurve, budget_bytes: int, whose: str = "") -> Pic
         middles = [at + 0.5 for at in range(len(phases))]
         axes.set_xticks(middles, [phase.replace(" ", "\n") for phase in phases])
 
-    where = "" if curve.micro_batch is None else f" at micro-batch {count(curve.micro_batch)}"
     share = f"{format_bytes(peak)} of {format_bytes(budget_bytes)}"
-    words = [f"The peak{where} is {share}, in {phases[int(places[peak_at])]}."]
+    words = [f"The peak at micro-batch {curve.micro_batch:,} is {share}, in {phases[int(places[peak_at])]}."]
     if "forward 2" in phases:
         words.append("Forward 2 and backward 2 are a further micro-batch, beside the gradients of the first.")
     if curve.modules:
         words.append("Activations, in green, are shown by the part of the model that made them.")
-    return draw("memory", "Memory over one optimizer step", paint, height=300, note=" ".join(words) + whose)
+    note = " ".join(words) + whose
+    return Picture(draw(f"Memory over one optimizer step. {note}", paint, height=300), note)
 
 
 def training_figure(records: Sequence[StepRecord], checkpoints: Sequence[int] = ()) -> Picture:
@@ -177,8 +175,8 @@ def training_figure(records: Sequence[StepRecord], checkpoints: Sequence[int] = 
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.set_xlabel("optimizer step")
 
-    saved = f"Checkpoints after step {', '.join(map(count, checkpoints))}." if checkpoints else ""
-    return draw("training", "Training", paint, height=100 + 85 * len(panels), note=saved)
+    saved = f"Checkpoints after step {', '.join(f'{step:,}' for step in checkpoints)}." if checkpoints else ""
+    return Picture(draw(f"Training. {saved}", paint, height=100 + 85 * len(panels)), saved)
 
 
 def _panels(records: Sequence[StepRecord]) -> dict[str, Curves]:
@@ -226,27 +224,18 @@ def _plot(axes: Axes, curves: Curves) -> None:
             axes.plot(steps[width // 2 :][: len(mean)], mean, color=color, label="running mean")
 
 
-def draw(slug: str, title: str, paint: Callable[[Figure], None], *, height: int, note: str = "") -> Picture:
-    """Draw a picture.
+def draw(label: str, paint: Callable[[Figure], None], *, height: int) -> str:
+    """Return a drawing as SVG, without ids that nothing refers to; the others depend on the label.
 
     Args:
-        slug: name of the picture, unique on its page.
-        title: title for screen readers.
+        label: what is drawn, for screen readers.
         paint: draws on a figure. What it labels is in the legend.
         height: pixels without the legend.
-        note: text below the picture.
     """
-    label = escape(f"{title}. {note}")
-    head = f'<svg role="img" aria-label="{label}" style="max-width:100%;height:auto" '
-    return Picture(slug, _svg(slug, paint, height).replace("<svg ", head, 1), note)
-
-
-def _svg(slug: str, paint: Callable[[Figure], None], height: int) -> str:
-    """Return what matplotlib draws, without ids that nothing refers to; the others depend on the slug."""
     with mpl.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph .* missing|.*[Ff]ont family")  # the browser has the font
         mpl.rcdefaults()  # the user's matplotlibrc must not change the report
-        mpl.rcParams.update(STYLE | {"svg.hashsalt": slug})
+        mpl.rcParams.update(STYLE | {"svg.hashsalt": label})
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
         paint(figure)
         legend: dict[str, Any] = {}
@@ -261,4 +250,5 @@ def _svg(slug: str, paint: Callable[[Figure], None], height: int) -> str:
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     body = buffer.getvalue().partition("<svg")[2]
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
-    return "<svg" + re.sub(r' id="[A-Za-z]+[\w.]*_\d+"', "", body)
+    body = re.sub(r' id="[A-Za-z]+[\w.]*_\d+"', "", body)
+    return f'<svg role="img" aria-label="{escape(label)}" style="max-width:100%;height:auto"{body}'

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from autobatch.core.files import AVERAGED_WEIGHTS
+from autobatch.core.knobs import CHECKPOINTING, PRECISION, SPLIT
 from autobatch.core.records import (
     Attempt,
     DeviceRecord,
@@ -22,16 +23,10 @@ from autobatch.core.records import (
     Trial,
     Tuning,
 )
-from autobatch.core.units import format_bytes
-from autobatch.report.words import (
-    count,
-    decimal,
-    knobs_in_words,
-    loss_in_words,
-    metrics_in_words,
-    plural,
-    terms_in_words,
-)
+from autobatch.core.units import format_bytes, significant
+
+LARGE_LOSS = 1e6
+"""From here on, digits after the point tell nothing."""
 
 
 class Fact(NamedTuple):
@@ -41,9 +36,8 @@ class Fact(NamedTuple):
     """The stage that it belongs to, and so its section of the report."""
     label: str
     text: str
-    kind: Literal["main", "detail", "whole", "more"] = "detail"
-    """``main`` for the few facts that answer the question, ``whole`` for a path or a command, whose line is
-    never broken, ``more`` for those that a terminal leaves out."""
+    kind: Literal["main", "detail", "more"] = "detail"
+    """``main`` for the few facts that answer the question, ``more`` for those that a terminal leaves out."""
 
 
 def facts_of(run: RunRecord, *, out: Path | None = None, report: Path | None = None) -> list[Fact]:
@@ -62,8 +56,8 @@ def facts_of(run: RunRecord, *, out: Path | None = None, report: Path | None = N
     if run.training is not None:
         facts += _training_facts(run.training)
         facts.append(Fact("files", "saved in", str(out or ""), "main"))
-    facts.append(Fact("files", "report", str(report or ""), "whole"))
-    facts.append(Fact("files", "run again", run.command or "", "whole"))
+    facts.append(Fact("files", "report", str(report or "")))
+    facts.append(Fact("files", "run again", run.command or ""))
     return [fact for fact in facts if fact.text]
 
 
@@ -95,16 +89,15 @@ def device_facts(device: DeviceRecord) -> Iterator[Fact]:
 def _fits_facts(run: RunRecord) -> Iterator[Fact]:
     """Yield how many samples fit at a time, both as planned and as probed if these differ."""
     plan, probe = run.plan, run.probe
-    place = f" in {format_bytes(run.device.budget_bytes)}"
-    if plan is not None and (probe is None or not is_probed_configuration(probe, plan)):
-        before = "" if probe is None else f", {count(probe.micro_batch)} before"
-        tuned = f"{plural(plan.micro_batch, 'sample')} at a time{place} as tuned{before}"
-        yield Fact("fits", "fits", tuned, "main")
-    elif probe is not None:
-        size = " of the largest size" if plan is not None and plan.size_cut is not None else ""
-        yield Fact("fits", "fits", _describe_fits(probe, place, size), "main")
     if probe is None:
         return
+    place = f" in {format_bytes(run.device.budget_bytes)}"
+    if plan is not None and not is_probed_configuration(probe, plan):
+        tuned = f"{plural(plan.micro_batch, 'sample')} at a time{place} as tuned"
+        yield Fact("fits", "fits", f"{tuned}, {probe.micro_batch:,} before", "main")
+    else:
+        size = " of the largest size" if plan is not None and plan.size_cut is not None else ""
+        yield Fact("fits", "fits", _describe_fits(probe, place, size), "main")
     errors = plural(probe.oom_count, "out-of-memory error") if probe.oom_count else "no out-of-memory error"
     yield Fact("fits", "runs", f"{plural(len(probe.attempts), 'size')} ran, with {errors}", "more")
 
@@ -123,7 +116,7 @@ def _describe_fits(probe: Probe, place: str, size: str) -> str:
     bound, is_saved = probe.upper_bound_by or "cap", probe.source.startswith("saved ")
     runs = f"{probe.source.replace(' ', ' on ')}, confirmed by one run"
     runs = runs if is_saved else plural(len(probe.attempts), "test run")
-    more = count(probe.micro_batch + probe.multiple)
+    more = f"{probe.micro_batch + probe.multiple:,}"
     evidence = {
         "run": f"{more} ran and do not",
         "error": f"{more} do not run, for another reason than memory",
@@ -141,16 +134,16 @@ def _describe_fits(probe: Probe, place: str, size: str) -> str:
 def on_each_rank(world: int, parallel: str | None) -> str:
     """Return the ranks that each do what is said; empty for one process."""
     shared = ", which share the model" if parallel == "shard" else ""
-    return "" if world == 1 else f" on each of {count(world)} ranks{shared}"
+    return "" if world == 1 else f" on each of {world:,} ranks{shared}"
 
 
 def _plan_facts(plan: Plan) -> Iterator[Fact]:
-    parts = [f"batch {count(plan.target_batch)} in {describe_split(plan)}"]
+    parts = [f"batch {plan.target_batch:,} in {describe_split(plan)}"]
     if plan.learning_rate:  # 0 for a program that knows its own, and its precision
         parts += filter(None, [plan.precision, knobs_in_words(plan.knobs)])
-        rate, rule = f"lr {decimal(plan.learning_rate, 3)}", plan.learning_rate_rule
+        rate, rule = f"lr {significant(plan.learning_rate)}", plan.learning_rate_rule
         by = rule if rule == "tuned" else f"{rule} rule"
-        factor = f" ({by}, × {decimal(plan.learning_rate_factor, 3)})"
+        factor = f" ({by}, × {significant(plan.learning_rate_factor)})"
         parts.append(rate if rule == "none" else rate + factor)
     yield Fact("plan", "plan", " · ".join(parts), "main")
     yield Fact("plan", "learning rate", plan.learning_rate_source, "more")
@@ -167,27 +160,27 @@ def describe_split(plan: Plan) -> str:
     sizes = plan.micro_batches
     words = plural(len(sizes), "micro-batch", "micro-batches")
     if len(set(sizes)) == 1:
-        return f"{words} of {count(sizes[0])}{ranks}"
-    kinds = ", ".join(f"{count(sizes.count(size))} × {count(size)}" for size in sorted({*sizes})[::-1])
+        return f"{words} of {sizes[0]:,}{ranks}"
+    kinds = ", ".join(f"{sizes.count(size):,} × {size:,}" for size in sorted({*sizes})[::-1])
     return f"{words} ({kinds}){ranks}"
 
 
 def _tuning_facts(tuning: Tuning, kind: Literal["main", "detail"]) -> Iterator[Fact]:
     if tuning.trials:
-        speed = f"{decimal(tuning.best_samples_per_s, 3)} samples/s in the trials"
+        speed = f"{significant(tuning.best_samples_per_s)} samples/s in the trials"
         gain = f"at least {tuning.low or 0:.2f} × faster: {knobs_in_words(tuning.changes, ' + ')}"
         yield Fact("tuning", "tuned", f"kept the default, {speed}" if tuning.low is None else gain, kind)
     yield Fact("tuning", "offered", "; ".join(tuning.offers), kind)
     if (rate := tuning.learning_rate) is not None:
         best, default = (
-            f"{decimal(value, 3)} ({'no loss' if loss is None else f'loss {decimal(loss)}'})"
+            f"{significant(value)} ({'no loss' if loss is None else f'loss {significant(loss, 4)}'})"
             for value, loss in ((rate.best, rate.best_loss), (rate.default, rate.default_loss))
         )
         choice = f"kept {best}" if rate.best == rate.default else f"{best} instead of {default}"
         tried = f"{plural(rate.trials, 'learning rate')} tried in runs of {plural(rate.steps, 'step')}"
         yield Fact("tuning", "rate", f"{choice}: {tried}")
     if tuning.low is not None:
-        best, default = decimal(tuning.best_samples_per_s, 3), decimal(tuning.baseline_samples_per_s, 3)
+        best, default = significant(tuning.best_samples_per_s), significant(tuning.baseline_samples_per_s)
         yield Fact("tuning", "speeds", f"{best} samples/s, the default {default}", "more")
 
 
@@ -201,7 +194,7 @@ def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:
         return f"{what}: left out, {trial.note}"
     if changes and trial.relative is not None:
         return f"{what}: {trial.relative:.2f} × the default"
-    return f"{what}: {decimal(trial.samples_per_s, 3)} samples/s"
+    return f"{what}: {significant(trial.samples_per_s)} samples/s"
 
 
 def _training_facts(training: Training) -> Iterator[Fact]:
@@ -214,7 +207,7 @@ def _training_facts(training: Training) -> Iterator[Fact]:
     yield Fact("training", "reached", held_out if training.validation else f"training {loss}", "main")
     words = [plural(training.optimizer_steps, "step"), plural(training.samples, "sample")]
     if training.samples_per_s is not None:
-        words.append(f"{decimal(training.samples_per_s, 3)} samples/s")
+        words.append(f"{significant(training.samples_per_s)} samples/s")
     if training.validation:  # otherwise the line above has the loss
         words.append(loss)
     if training.skipped_steps:
@@ -223,7 +216,7 @@ def _training_facts(training: Training) -> Iterator[Fact]:
         recoveries = plural(training.oom_recoveries, "recovery", "recoveries")
         words.append(f"{recoveries} from out of memory")
         if training.micro_batch is not None:
-            words.append(f"micro-batch {count(training.micro_batch)} at the end")
+            words.append(f"micro-batch {training.micro_batch:,} at the end")
     yield Fact("training", "trained", ", ".join(words))
     if (peak := peak_bytes(training)) is not None:
         yield Fact("training", "peak memory", format_bytes(peak), "more")
@@ -232,3 +225,54 @@ def _training_facts(training: Training) -> Iterator[Fact]:
         yield Fact("training", "averaged", weights, "more")
     yield Fact("training", "resumed from", training.resumed_from or "", "more")
     yield Fact("training", "checkpoint", training.checkpoint or "", "more")
+
+
+def moment(created: str | None) -> str:
+    """Write a time of a record, which is UTC, to the minute: ``2026-11-22 17:14 UTC``; empty for None."""
+    return f"{created[:16].replace('T', ' ')} UTC" if created else ""
+
+
+def plural(number: int, one: str, more: str | None = None) -> str:
+    """Write a number with its noun: ``1 sample``, ``2 samples``."""
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def metric_in_words(name: str, value: float | None) -> str:
+    """Write a held-out figure: ``accuracy 97.22 %``, ``loss 0.1017``."""
+    if value is None:
+        return f"{name} not finite"
+    is_share = "acc" in name and 0 <= value <= 1
+    return f"{name} {100 * value:.2f} %" if is_share else f"{name} {significant(value, 4)}"
+
+
+def metrics_in_words(validation: Mapping[str, float | None]) -> list[str]:
+    """Write the held-out figures, the loss after the others."""
+    figures = sorted(validation.items(), key=lambda item: item[0] == "loss")
+    return [metric_in_words(name, value) for name, value in figures]
+
+
+def loss_in_words(loss: float) -> str:
+    """Write a training loss: ``0.1017``, ``2.31e+14``."""
+    return f"{loss:.4f}" if abs(loss) < LARGE_LOSS else f"{loss:.3g}"
+
+
+def terms_in_words(terms: Mapping[str, float | None]) -> str:
+    """Write the terms whose sum is a loss, to follow it: `` (boxes 0.31, classes 0.7)``; empty for none."""
+    return f" ({', '.join(metric_in_words(name, value) for name, value in terms.items())})" if terms else ""
+
+
+def knobs_in_words(values: Mapping[str, object], between: str = ", ") -> str:
+    """Write the values of knobs: ``bf16, channels-last, micro-batch halved``."""
+    return between.join(_knob_in_words(name, value) for name, value in values.items())
+
+
+def _knob_in_words(name: str, value: object) -> str:
+    plain = name.replace("_", "-")
+    if name == SPLIT and isinstance(value, int):
+        few = ("largest micro-batch", "micro-batch halved")
+        return few[value] if value < 2 else f"micro-batch ÷ {2**value}"
+    if name == PRECISION:
+        return str(value)
+    if name == CHECKPOINTING:
+        return f"{'no ' * (value == 'none')}{plain}"
+    return f"{'' if value else 'no '}{plain}" if isinstance(value, bool) else f"{plain} {value}"

@@ -11,9 +11,8 @@ from jinja2 import Environment, PackageLoader
 from autobatch.core.records import RunRecord
 from autobatch.core.text import printable_lines
 from autobatch.report.charts import pictures_of
-from autobatch.report.facts import Fact, facts_of
+from autobatch.report.facts import Fact, facts_of, moment
 from autobatch.report.tables import Table, attempts_table, trials_table
-from autobatch.report.words import moment
 
 TITLES = {
     "memory": "Where the memory goes",

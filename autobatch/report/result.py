@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
+from autobatch.core import __version__
 from autobatch.core.errors import InputError
-from autobatch.core.files import METRICS, RESULT, UNREADABLE, read_json, read_steps
+from autobatch.core.files import METRICS, RESULT, UNREADABLE, read_steps
 from autobatch.core.records import (
     SCHEMA,
     DeviceRecord,
@@ -23,7 +24,6 @@ from autobatch.core.records import (
     Training,
 )
 from autobatch.core.text import LONGEST_VALUE, error_text, printable, printable_lines
-from autobatch.core.version import __version__
 from autobatch.report.facts import final_facts
 from autobatch.report.tables import estimate_lines
 
@@ -69,7 +69,7 @@ class Result(Shown, RunRecord, frozen=True, kw_only=True):
         return HEAD | {name: msgspec.to_builtins(getattr(self, name), enc_hook=str) for name in names}
 
     def __str__(self) -> str:
-        facts = [fact for fact in final_facts(self, out=self.out) if fact.label != "report"]
+        facts = final_facts(self, out=self.out)
         return printable_lines("\n".join(f"{fact.label:<10} {fact.text}" for fact in facts))
 
     def _charts(self) -> list[str]:
@@ -106,11 +106,6 @@ class ProbeResult(Shown, Probe, frozen=True, kw_only=True):
 
     device: DeviceRecord
 
-    @property
-    def probe(self) -> Probe:
-        """The probe, under its name in the JSON."""
-        return self
-
     def __str__(self) -> str:
         return str(Result(device=self.device, probe=self))
 
@@ -122,11 +117,6 @@ class PlanResult(Shown, Plan, frozen=True, kw_only=True):
     probe: Probe
     notes: list[str] = []
     """Remarks of the probe and the plan, one per line."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan, under its name in the JSON."""
-        return self
 
     def __str__(self) -> str:
         run = Result(device=self.device, probe=self.probe, plan=self)
@@ -164,11 +154,8 @@ def load_run(folder: Path) -> RunRecord:
         InputError: ``result.json`` is missing or is not the result of a run, or metrics cannot be read.
     """
     try:
-        content = msgspec.convert(read_json(folder / RESULT), dict[str, Any])
+        run = msgspec.json.decode((folder / RESULT).read_bytes(), type=RunRecord)
         metrics = [record for _, record in read_steps(folder / METRICS)]
-        known = {name: value for name, value in content.items() if value is not None}
-        versions = {"autobatch": known["autobatch"]} if "autobatch" in known else {}
-        defaults = {"title": folder.resolve().name, "versions": versions}
-        return msgspec.convert(defaults | known | {"metrics": metrics}, RunRecord)
-    except (InputError, OSError, AttributeError, *UNREADABLE) as error:
+    except (OSError, *UNREADABLE) as error:
         raise InputError(f"{folder} is not the folder of a run: {error_text(error)}") from error
+    return msgspec.structs.replace(run, metrics=metrics)

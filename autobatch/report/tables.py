@@ -1,22 +1,21 @@
-"""Tables of text: the sizes and trials of a run, runs side by side, and all that an estimate says."""
+"""Tables of text: the sizes and trials of a run, runs compared, and all that an estimate says."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from autobatch.core.options import all_fields, spelled
 from autobatch.core.records import Attempt, Estimate, Recorded, RunRecord, Trial
 from autobatch.core.text import module_in_words, printable
-from autobatch.core.units import format_bytes
-from autobatch.report.facts import facts_of
-from autobatch.report.words import count, decimal, moment, plural
+from autobatch.core.units import format_bytes, significant
+from autobatch.report.facts import facts_of, moment, plural
 
-T = TypeVar("T")
-LEAST_CELL = 16
-"""Columns of a terminal that a cell of a wide table has at least."""
+Columns = dict[str, list[str]]
+"""For the name of each figure its texts, one for each record; a text is empty if its record has none."""
+WIDEST_FIGURE = 16
+"""Columns of the widest cell of a column of figures."""
 TOP_MODULES = 5
 """Modules that an explanation names, those with the most activations."""
 
@@ -32,39 +31,34 @@ class Table(NamedTuple):
 def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
     """Return rows as lines of text with columns of equal width. Narrow ones with numbers end at their right.
 
-    What is wider than the terminal is folded within its cells, and then continued below, with the first
-    column again.
+    If the table is wider than the terminal, the cells of each row follow its first one, a line each.
 
     Args:
-        rows: the cells; the first column names the row.
+        rows: the cells. The first row names the columns, the first column the rows.
         width: of the terminal; None for no limit.
     """
     table = [[printable(cell) for cell in row] for row in rows]
-    columns = [list(column) for column in zip(*table, strict=True)]
+    columns = list(zip(*table, strict=True))
     wide = [max(map(len, column)) for column in columns]
-    is_text = [
-        not at or wide[at] > LEAST_CELL or not any(cell[:1].isdigit() for cell in column)
+    if width is not None and sum(wide) + 2 * len(wide) - 2 > width:
+        names = [name.ljust(max(map(len, table[0][1:]))) for name in table[0]]
+        lines = [
+            f"  {name}  {cell}" if at else cell
+            for row in table[1:]
+            for at, (name, cell) in enumerate(zip(names, row, strict=True))
+            if cell
+        ]
+        return [part for line in lines for part in folded(line, width, 4)]
+    is_figure = [
+        at > 0 and wide[at] <= WIDEST_FIGURE and any(cell[:1].isdigit() for cell in column)
         for at, column in enumerate(columns)
     ]
-    if width is not None and sum(wide) + 2 * len(wide) - 2 > width:
-        half = max(LEAST_CELL, (width - wide[0]) // 2 - 2)
-        cells = [[row[:1], *(textwrap.wrap(cell, half) for cell in row[1:])] for row in table]
-        lined = chain.from_iterable(zip_longest(*row, fillvalue="") for row in cells)
-        columns = [list(column) for column in zip(*lined, strict=True)]
-        wide = [max(map(len, column)) for column in columns]
-    parts = [[0]]
-    for at in range(1, len(columns)):
-        is_over = width is not None and sum(wide[part] + 2 for part in parts[-1]) + wide[at] > width
-        if is_over and len(parts[-1]) > 1:
-            parts.append([0])
-        parts[-1].append(at)
-    lines: list[str] = []
-    for part in parts:
-        lines += [""] * bool(lines)
-        for row in zip(*columns, strict=True):
-            shown = [row[at].ljust(wide[at]) if is_text[at] else row[at].rjust(wide[at]) for at in part]
-            lines += ["  ".join(shown).rstrip()] if any(row[at] for at in part) else []
-    return lines
+    return [
+        "  ".join(
+            cell.rjust(wide[at]) if is_figure[at] else cell.ljust(wide[at]) for at, cell in enumerate(row)
+        ).rstrip()
+        for row in table
+    ]
 
 
 def folded(line: str, width: int | None, indent: int) -> list[str]:
@@ -76,48 +70,51 @@ def folded(line: str, width: int | None, indent: int) -> list[str]:
     return lines or [""]
 
 
-def table_of(caption: str, records: Sequence[T], cells: Mapping[str, Callable[[T], str]]) -> Table:
-    """Return a table with a row for each record. Columns that are empty for all of them are left out.
+def columns_of(records: Sequence[Mapping[str, str]]) -> Columns:
+    """Return the texts of records by name, without those that are empty for all of them."""
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = {name: [record.get(name, "") for record in records] for name in names}
+    return {name: column for name, column in columns.items() if any(column)}
 
-    Args:
-        caption: the caption.
-        records: the records.
-        cells: for each column its name, and the text of a record in it.
-    """
-    columns = {name: [cell(record) for record in records] for name, cell in cells.items()}
-    shown = {name: column for name, column in columns.items() if any(column)}
-    return Table(caption, list(shown), list(map(list, zip(*shown.values(), strict=True))))
+
+def table_of(caption: str, records: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table with a row for each record."""
+    columns = columns_of(records)
+    return Table(caption, list(columns), list(map(list, zip(*columns.values(), strict=True))))
 
 
 def attempts_table(attempts: Sequence[Attempt]) -> Table:
     """Return a row for each size that ran."""
-    cells: dict[str, Callable[[Attempt], str]] = {
-        "Micro-batch": lambda ran: count(ran.micro_batch),
-        "Result": lambda ran: "fits" if ran.fits else "does not fit",
-        "Peak allocated": lambda ran: format_bytes(ran.peak_allocated_bytes),
-        "Peak reserved": lambda ran: format_bytes(ran.peak_reserved_bytes),
-        "Seconds": lambda ran: decimal(ran.seconds, 3),
-        "Reason": lambda ran: " in ".join(filter(None, (ran.reason, ran.phase))),
-    }
-    return table_of("Every size that ran, in order", attempts, cells)
+    records = [
+        {
+            "Micro-batch": f"{ran.micro_batch:,}",
+            "Result": "fits" if ran.fits else "does not fit",
+            "Peak allocated": format_bytes(ran.peak_allocated_bytes),
+            "Peak reserved": format_bytes(ran.peak_reserved_bytes),
+            "Seconds": significant(ran.seconds),
+            "Reason": " in ".join(filter(None, (ran.reason, ran.phase))),
+        }
+        for ran in attempts
+    ]
+    return table_of("Every size that ran, in order", records)
 
 
 def trials_table(trials: Sequence[Trial]) -> Table:
     """Return a row for each trial. They count from 1 here, as on the terminal, and from 0 in Optuna."""
-
-    def knob(name: str) -> Callable[[Trial], str]:
-        return lambda trial: str(trial.parameters.get(name, ""))
-
-    cells: dict[str, Callable[[Trial], str]] = {
-        "Trial": lambda trial: count(trial.number + 1),
-        "Samples/s": lambda trial: "" if trial.samples_per_s is None else decimal(trial.samples_per_s),
-        "÷ default": lambda trial: "" if trial.relative is None else f"{trial.relative:.3f}",
-        "Beyond the noise": lambda trial: "faster" if trial.is_faster else "",
-        **{name: knob(name) for name in sorted({name for trial in trials for name in trial.parameters})},
-        "Note": lambda trial: trial.note or "",
-    }
+    knobs = sorted({name for trial in trials for name in trial.parameters})
+    records = [
+        {
+            "Trial": str(trial.number + 1),
+            "Samples/s": "" if trial.samples_per_s is None else significant(trial.samples_per_s, 4),
+            "÷ default": "" if trial.relative is None else f"{trial.relative:.3f}",
+            "Beyond the noise": "faster" if trial.is_faster else "",
+            **{name: str(trial.parameters.get(name, "")) for name in knobs},
+            "Note": trial.note or "",
+        }
+        for trial in trials
+    ]
     infeasible = sum(trial.relative is None for trial in trials)
-    return table_of(f"{plural(len(trials), 'trial')}, {infeasible} infeasible", trials, cells)
+    return table_of(f"{plural(len(trials), 'trial')}, {infeasible} infeasible", records)
 
 
 def estimate_lines(
@@ -127,30 +124,28 @@ def estimate_lines(
     if recorded is not None:
         yield from _recorded_lines(recorded)
         return
-    cells: dict[str, Callable[[Estimate], str]] = {
-        "GPU": lambda gpu: gpu.profile,
-        "budget": lambda gpu: format_bytes(gpu.budget_bytes),
-        "micro-batch": lambda gpu: count(gpu.micro_batch) if gpu.fits else "does not fit",
-        "interval": lambda gpu: (
-            ""
+    records = [
+        {
+            "GPU": gpu.profile,
+            "budget": format_bytes(gpu.budget_bytes),
+            "micro-batch": f"{gpu.micro_batch:,}" if gpu.fits else "does not fit",
+            "interval": ""
             if gpu.micro_batch_low == gpu.micro_batch_high
-            else f"{count(gpu.micro_batch_low)} to {count(gpu.micro_batch_high)}"
-        ),
-        "reserved": lambda gpu: format_bytes(gpu.peak_reserved_bytes),
-        "precision": lambda gpu: gpu.precision or "",
-        "steps": lambda gpu: "" if gpu.plan is None else count(gpu.plan.accumulation_steps),
-    }
-    table = table_of("", estimates, cells)
+            else f"{gpu.micro_batch_low:,} to {gpu.micro_batch_high:,}",
+            "reserved": format_bytes(gpu.peak_reserved_bytes),
+            "precision": gpu.precision or "",
+            "steps": "" if gpu.plan is None else f"{gpu.plan.accumulation_steps:,}",
+        }
+        for gpu in estimates
+    ]
+    table = table_of("", records)
     yield from aligned([table.head, *table.rows], width)
-    for gpu in estimates:
-        is_alone = len(estimates) == 1
-        if is_alone:
-            yield from ("", *_memory_lines(gpu))
-        if gpu.remedies and (is_alone or not gpu.fits):
-            on = "" if is_alone else f" on {gpu.profile}"
-            yield from ("", f"predicted micro-batch{on} with a change:")
-        for remedy in gpu.remedies or () if is_alone or not gpu.fits else ():
-            figure = count(remedy.micro_batch) if remedy.micro_batch else "does not fit"
+    if len(estimates) == 1:
+        yield from ("", *_memory_lines(estimates[0]))
+        remedies = estimates[0].remedies or []
+        yield from ("", "predicted micro-batch with a change:") if remedies else ()
+        for remedy in remedies:
+            figure = f"{remedy.micro_batch:,}" if remedy.micro_batch else "does not fit"
             yield f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
 
 
@@ -207,11 +202,7 @@ def _recorded_lines(recorded: Recorded) -> Iterator[str]:
     yield from aligned([["GPU", "runs"], *gpus])
 
 
-Rows = dict[str, list[str]]
-"""For the name of each figure its cells, one for each run; a cell is empty if its run has no such figure."""
-
-
-def compare_runs(runs: Sequence[RunRecord]) -> tuple[Rows, Rows]:
+def compare_runs(runs: Sequence[RunRecord]) -> tuple[Columns, Columns]:
     """Return what runs were given, and what they planned and reached, without what no run has."""
     # Where a run writes and what it prints is no difference.
     hidden = {name for name, field in all_fields().items() if field.group == "output"} | {"out", "resume"}
@@ -229,10 +220,4 @@ def compare_runs(runs: Sequence[RunRecord]) -> tuple[Rows, Rows]:
         )
         known = {fact.label: fact.text for fact in facts if fact.part != "device"}
         reached.append(known | {"date": moment(run.created)})
-    return _side_by_side(given), _side_by_side(reached)
-
-
-def _side_by_side(records: Sequence[Mapping[str, str]]) -> Rows:
-    names = dict.fromkeys(name for record in records for name in record)
-    rows = {name: [record.get(name, "") for record in records] for name in names}
-    return {name: cells for name, cells in rows.items() if any(cells)}
+    return columns_of(given), columns_of(reached)

@@ -14,13 +14,21 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from autobatch.core import __version__
 from autobatch.core.progress import Progress
 from autobatch.core.text import LONGEST_VALUE, one_line, printable
 from autobatch.core.units import format_bytes
-from autobatch.core.version import __version__
-from autobatch.report.facts import describe_trial, device_facts, final_facts, peak_bytes
+from autobatch.report.facts import (
+    describe_trial,
+    device_facts,
+    final_facts,
+    loss_in_words,
+    metrics_in_words,
+    peak_bytes,
+    plural,
+    terms_in_words,
+)
 from autobatch.report.tables import estimate_lines, folded
-from autobatch.report.words import loss_in_words, metrics_in_words, plural, terms_in_words
 
 if TYPE_CHECKING:
     from autobatch.core.records import Attempt, DeviceRecord, LrTrial, StepRecord, Trial
@@ -76,8 +84,6 @@ class Terminal(Progress):
         """Show what happens from now on. Only a terminal shows it, which removes the line again."""
         if self._line is not None:
             self._line.show([printable(act)], *self._steps)
-        elif self._console.is_dumb_terminal:
-            self._say(f"… {act}")
 
     def note(self, text: str) -> None:
         """Print a remark."""
@@ -137,7 +143,8 @@ class Terminal(Progress):
         self._end()
         for fact in final_facts(result, out=result.out, report=result.report):
             line = f"{fact.label:<{LABEL}}{printable(fact.text)}"
-            line = line if fact.kind == "whole" else "\n".join(folded(line, self._width, LABEL))
+            if fact.part != "files":  # a path or a command is copied whole
+                line = "\n".join(folded(line, self._width, LABEL))
             style = "bold" if fact.kind == "main" else "dim"
             self._console.print(Text(line, style=style), soft_wrap=True)
         for text in result.notes:

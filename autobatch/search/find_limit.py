@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from autobatch.core import __version__
 from autobatch.core.errors import AutobatchError, DoesNotFitError, UserCodeError
 from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.options import Options
@@ -36,15 +37,13 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, LimitedBy, Probe
 from autobatch.core.text import error_text, printable
 from autobatch.core.units import format_bytes
-from autobatch.core.version import __version__
-from autobatch.device.allocator import new_allocator
+from autobatch.device.allocator import Allocator
 from autobatch.device.oom import loses_context
 from autobatch.footprint.explain import explain
 from autobatch.footprint.program import Fitting
 from autobatch.planning import micro_batches
-from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess, ThisProcess
-from autobatch.rehearsal.rehearsal import batch_of, rehearse
+from autobatch.rehearsal.rehearsal import Outcome, attempt, batch_of, rehearse
 from autobatch.rehearsal.setup import KeyValue, Setup
 from autobatch.search.probe import FIRST, Limit, SavedLimit, find_largest
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of
@@ -97,8 +96,7 @@ def find_limit(
             source="asked",
         )
         limit = Limit(probe, trace=outcome.trace)
-    probe = replace(limit.probe, precision=info.precision)
-    progress.probed(probe)
+    probe = replace(limit.probe, precision=options.precision)
     limit = limit._replace(probe=probe, planned=probe.micro_batch)
     return limit if share is None else limit_of_plan(process, limit, share, options.seed, progress)
 
@@ -125,7 +123,7 @@ def _largest(
         find_largest,
         run,
         caps,
-        partial(new_allocator, info.allocator, info.device.budget_bytes),
+        partial(info.new_allocator, info.device.budget_bytes),
         multiple=options.micro_batch_multiple,
         first=FIRST // 2 if is_large else FIRST,
     )
@@ -256,7 +254,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
     """Lower what a plan may ask for until the micro-batches of a rank's samples fit; a note tells of it."""
     probe, info = limit.probe, process.info
     largest, multiple = probe.micro_batch, probe.multiple
-    if info.allocator is None:  # which does not fragment
+    if info.new_allocator is Allocator:  # which does not fragment
         return limit
     attempts: list[Attempt] = []
 
@@ -279,7 +277,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
             return reason or why_not_alone([size])
 
     else:
-        doubts = Fitting(limit.programs, partial(new_allocator, info.allocator, info.device.budget_bytes))
+        doubts = Fitting(limit.programs, partial(info.new_allocator, info.device.budget_bytes))
         # A replay that is wrong about the limit tells nothing about smaller sizes.
         if not limit.programs or not doubts.fits(largest):
             return limit

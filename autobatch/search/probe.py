@@ -24,7 +24,7 @@ from autobatch.core.records import Attempt, LimitedBy, Positive, Probe, UpperBou
 from autobatch.device.allocator import Allocator
 from autobatch.device.trace import Trace, replay
 from autobatch.footprint.program import Fitting, Program, Untraceable, structure_of
-from autobatch.rehearsal.attempt import Outcome
+from autobatch.rehearsal.rehearsal import Outcome
 
 FIRST = 4
 """The first size: smaller ones are special cases for many kernels."""
@@ -286,9 +286,9 @@ class _Search:
         attempt = outcome.attempt
         is_whole = attempt.fits or attempt.phase is None
         if outcome.trace is not None and (is_whole or outcome.other is not None):
-            self.traces[0][attempt.micro_batch] = outcome.trace.canonical()
+            self.traces[0][attempt.micro_batch] = outcome.trace
         if outcome.other is not None and is_whole:
-            self.traces[1][attempt.micro_batch] = outcome.other.canonical()
+            self.traces[1][attempt.micro_batch] = outcome.other
         fitted, *others = (_fit_alike(traces) for traces in self.traces)
         if fitted is not None:
             programs = [program for program, _ in (fitted, *filter(None, others))]

@@ -276,7 +276,7 @@ def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, option
     changes = {
         "--split": options.split not in ("auto", plan.split),
         "sizes of the samples": cut is not None and (sizes is None or digest_of(sizes) != cut.digest),
-        "--parallel": setup.role.shards != (plan.world_size if plan.parallel == "shard" else None),
+        "--parallel": setup.shards != (plan.world_size if plan.parallel == "shard" else None),
         "number of ranks": len(of_ranks) != ranks.world,
     }
     if len(of_ranks) == ranks.world:

@@ -17,6 +17,7 @@ import msgspec
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from autobatch.core import versions
 from autobatch.core.errors import (
     AutobatchError,
     DoesNotFitError,
@@ -31,7 +32,7 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Positive, StepRecord, Training
 from autobatch.core.signals import counts_as, stop_on_signals
-from autobatch.core.version import versions
+from autobatch.device.allocator import Allocator
 from autobatch.device.base import Meter
 from autobatch.device.oom import first_line, memory_named
 from autobatch.distributed.engine import Shared, Whole
@@ -430,7 +431,7 @@ def open_loop(
         device=device.torch_device,
         seeds_samples=sample_seeds,
     )
-    with device.training() as meter, closing(feed):
+    with device.session(is_probe=False) as meter, closing(feed):
         seed_everything(options.seed)
         train_state = _open_train_state(setup, plan, meter, ranks)
 
@@ -461,7 +462,7 @@ def open_loop(
         )
         for line in check_validation(loop):
             note(line)
-        if device.allocator_config is not None:
+        if device.new_allocator is not Allocator:
             # The first step starts with an empty cache, as a probe does.
             device.release()
         yield loop

@@ -224,7 +224,7 @@ def _open_passes(setup: Setup, dtype: torch.dtype | None, *, is_eval: bool) -> I
         is_eval: True for the whole model in eval mode; False for only its dropout and BatchNorm.
     """
     setup = setup if dtype is None else replace(setup, precision="fp32")
-    with setup.device.enforced() as meter, on_copies(setup, meter) as train_state:
+    with setup.device.session(is_probe=True) as meter, on_copies(setup, meter) as train_state:
         model = train_state.model
         for tensor in [*model.parameters(), *model.buffers()]:
             if dtype is not None and tensor.is_floating_point():

@@ -44,7 +44,7 @@ from autobatch.device.host import usable_cores
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup
-from autobatch.report.words import knobs_in_words
+from autobatch.report.facts import knobs_in_words
 from autobatch.step.optimizers import stand_in_optimizers
 from autobatch.tuning.study import open_study, run_trials, tried
 from autobatch.tuning.trial import Trials, compare
@@ -247,7 +247,6 @@ class Tuner:
             )
         for line in tuning.notes:
             self.progress.note(line)
-        self.progress.tuned(tuning)
         if not tuning.changes:
             return plan, tuning
         sizes = trials.sizes(tuning.changes)
@@ -260,7 +259,6 @@ class Tuner:
             # The split is the plan itself.
             knobs={name: value for name, value in tuning.changes.items() if name not in (SPLIT, PRECISION)},
         )
-        self.progress.planned(plan)
         return plan, tuning
 
     def _search(self, trials: Trials) -> Search:

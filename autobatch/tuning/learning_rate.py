@@ -52,7 +52,6 @@ def tune_learning_rate(tuner: Tuner, plan: Plan) -> tuple[Plan, LrTuning]:
             learning_rate_factor=tuning.best / tuner.process.info.learning_rate,
             learning_rate_source=f"tuned in {tuning.trials} runs of {STEPS} optimizer steps at this batch",
         )
-        tuner.progress.planned(plan)
     return plan, tuning
 
 

@@ -25,9 +25,8 @@ from autobatch.core.knobs import COMPILE, LOADER_WORKERS, SPLIT, Configuration
 from autobatch.core.records import Plan
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
-from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess
-from autobatch.rehearsal.rehearsal import Batch, Step, batch_of, rehearse
+from autobatch.rehearsal.rehearsal import Batch, Outcome, Step, attempt, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Workload

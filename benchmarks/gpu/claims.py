@@ -65,13 +65,6 @@ def recordings(found: Found) -> str:
     return f"{same} of {blocks} blocks at their address, {equal} of {len(rows)} reserved peaks equal"
 
 
-def cap(found: Found) -> str:
-    """Return how full the budget became, and by how much it was exceeded."""
-    row = found["facts/cap"]
-    full, budget = format_bytes(row["peak_reserved_bytes"]), format_bytes(row["budget_bytes"])
-    return f"{row['pieces']} of 50 pieces, peak {full} of {budget}"
-
-
 def growth(found: Found) -> str:
     """Return what kernels and libraries add outside of the allocator."""
     sizes = list(found["facts/context"].values())
@@ -101,8 +94,6 @@ CLAIMS: dict[str, Callable[[Found], str]] = {
     "the probe finds the largest micro-batch: a plain loop runs at it, and not at one more": limits,
     "predicted peaks agree with those of the plain loop": estimates,
     "the model of the allocator puts each block where the GPU does": recordings,
-    "the budget is never exceeded, and can be filled": cap,
-    "sessions start from nothing": lambda found: str(found["facts/sessions"]),
     "what grows outside the allocator stays within the headroom": growth,
     "the loop costs at most 5 % over one written by hand": lambda found: ", ".join(
         f"{way} {row['workload']} {ratio:.3f}"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import torch
 
 from autobatch.core.units import GiB
-from autobatch.device.base import Device
 from autobatch.device.cuda import free_workspaces
-from autobatch.device.select import open_device
 
 NAME = "cuda:0"
 GPU = torch.device(NAME)
@@ -39,11 +36,6 @@ def room() -> int:
     """Return the largest budget that this GPU has memory for."""
     free, _ = torch.cuda.mem_get_info(GPU)
     return free + torch.cuda.memory_reserved(GPU) - HEADROOM_BYTES
-
-
-def open_gpu(most_bytes: int) -> Device:
-    """Open the GPU with a budget, or with as much of it as there is."""
-    return open_device(NAME, memory_budget=min(most_bytes, room()), environ=os.environ)
 
 
 def empty() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autobatch.core.units import GiB, MiB
-from benchmarks.gpu.device import GPU, about, open_gpu, room
+from autobatch.core.units import GiB
+from benchmarks.gpu.device import GPU, about, room
 from benchmarks.gpu.speed import timed
 
 
@@ -48,37 +47,6 @@ def growth_of_context() -> dict[str, int]:
     return found
 
 
-def start_of_sessions() -> dict[str, list[int]]:
-    """Return what the allocator holds as each of three sessions starts; 0 is right."""
-    device, found = open_gpu(4 * GiB), []
-    for _ in range(3):
-        with device.enforced() as meter:
-            found.append(meter.stats().reserved_bytes or 0)
-            x = torch.randn(64, 64, device=GPU, requires_grad=True)
-            (x @ x).sum().backward()
-            del x
-    return {"reserved_bytes": found}
-
-
-def cap() -> dict[str, Any]:
-    """Fill the budget in fiftieths: it holds all and never more."""
-    device, held = open_gpu(5000 * MiB), []
-    with device.enforced() as meter:
-        with contextlib.suppress(torch.OutOfMemoryError):
-            while len(held) < 1000:
-                size = device.budget_bytes // 50
-                held.append(torch.empty(size, dtype=torch.uint8, device=GPU))
-        stats = meter.stats()
-        pieces = len(held)
-        held.clear()
-    return {
-        "pieces": pieces,
-        "peak_reserved_bytes": stats.peak_reserved_bytes,
-        "budget_bytes": device.budget_bytes,
-        "retries": stats.retries,
-    }
-
-
 def speeds() -> dict[str, float]:
     """Return bytes per second of a copy within the GPU, and bf16 operations per second of a large product."""
     side, size = 8192, min(4 * GiB, room() // 8)
@@ -93,8 +61,6 @@ def speeds() -> dict[str, float]:
 FACTS: dict[str, Callable[[], dict[str, Any]]] = {
     "versions": versions,
     "context": growth_of_context,  # before anything else loads kernels
-    "sessions": start_of_sessions,
-    "cap": cap,
     "speeds": speeds,
 }
 """Every fact by name, in the order of reading."""

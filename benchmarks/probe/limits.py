@@ -125,7 +125,7 @@ def trains(workload: Workload, device: Device, size: int, steps: tuple[int, ...]
     model = workload.model().train()
     optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
     try:
-        with device.enforced() as meter:
+        with device.session(is_probe=True) as meter:
             meter.count([*model.parameters(), *model.buffers()])
 
             def draw() -> Any:

@@ -56,7 +56,7 @@ def limits_of(checkouts: Path, row: Row) -> dict[str, object]:
     step, gpus, gpu = timm_step(checkouts, row)
     budget, found = gpus.budget(gpu), footprint(step)
     predicted = budget.predict(found)
-    retrying = Fitting([found.program], lambda: Retrying(budget.budget_bytes, budget.config))
+    retrying = Fitting([found.program], lambda: Retrying(budget.budget_bytes, held_bytes=budget.held_bytes))
     return {
         "low": predicted.micro_batch_low,
         "predicted": predicted.micro_batch,
@@ -71,7 +71,7 @@ def peak_of(source: str, checkouts: Path, row: Row) -> dict[str, object]:
     start = time.perf_counter()
     step, gpus, gpu = STEPS[source](checkouts, row)
     trace = record(step, int(row["micro_batch"])).trace
-    peaks = replay(trace, CachingAllocator(None, gpus.budget(gpu).config))
+    peaks = replay(trace, gpus.budget(gpu).new_allocator(None))
     is_allocated = row["kind"] == "max_memory_allocated"
     return {
         "predicted_bytes": peaks.peak_allocated_bytes if is_allocated else peaks.peak_reserved_bytes,

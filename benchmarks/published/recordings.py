@@ -19,11 +19,10 @@ from autobatch.device.allocator import (
     ROUND_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
-    AllocatorConfig,
     Block,
     CachingAllocator,
 )
-from autobatch.device.snapshot_file import load_snapshot
+from autobatch.device.trace import load_snapshot
 
 Row = tuple[Any, ...]
 ACTIONS = {"segment_alloc": "new", "segment_free": "released", "alloc": "alloc", "free_completed": "free"}
@@ -138,8 +137,8 @@ def replayed(rows: Sequence[Row]) -> Outcome:
     given: list[int] = []
     nowhere = count(1 << 50, 1 << 40)
     """Addresses of segments that the model needs, and the GPU did not."""
-    config = AllocatorConfig(expandable_segments=any(row[0] == "begin" for row in rows))
-    model = Resumed(None, config, addresses=lambda _: given.pop() if given else next(nowhere))
+    is_expandable = any(row[0] == "begin" for row in rows)
+    model = Resumed(None, is_expandable, addresses=lambda _: given.pop() if given else next(nowhere))
     blocks = model.begin_with(rows)
     changes = [GROWS[row[0]] * row[2] for row in rows if row[0] in GROWS]
     peak = max(accumulate(changes, initial=model.reserved_bytes))

@@ -43,8 +43,8 @@ def a_run(group: Any = None, command: str = "fit", **options: Any) -> Run:
 @pytest.mark.parametrize(
     ("ranks", "command", "options", "message"),
     [
-        (Ranks(), "fit", {"ranks": 2}, "use the command with --ranks 2, or start the script"),
-        (Two(), "fit", {"ranks": 3}, "--ranks is 3, and torchrun started 2: leave out"),
+        (Ranks(), "fit", {"ranks": 2}, "--ranks is 2, and 1 take part"),
+        (Two(), "fit", {"ranks": 3}, "--ranks is 3, and 2 take part"),
         (Two(**{"--seed": 1}), "fit", {}, "--seed: rank 1 has 1, and rank 0 has 0"),
         (Ranks(), "fit", {"parallel": "shard"}, "--parallel shard shares a model among ranks, found one"),
     ],

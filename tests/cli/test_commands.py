@@ -83,9 +83,9 @@ def test_runs_are_compared_with_what_differs(
     for width in (80, 40):
         monkeypatch.setattr("autobatch.cli.commands.terminal_width", lambda width=width: width)
         folded = said("compare", "2", "3").splitlines()
-        assert max(map(len, [*folded, *said("profiles").splitlines()])) <= width
+        lines_of_both = [*folded, *said("profiles").splitlines()]
+        assert max(len(line) for line in lines_of_both if "runs/" not in line) <= width, "but for paths"
         assert not Counter("".join("".join(lines).split())) - Counter("".join(folded)), "nothing is cut"
-        assert len(folded[0].split()) == (2 if width == 80 else 1), "side by side if there is room"
     found = json.loads(said("compare", "1", "3", "--json"))
     assert {"workload", "device"} <= set(found["differs"])
     bert = found["runs"]["1"]
@@ -96,7 +96,7 @@ def test_runs_are_compared_with_what_differs(
 def test_the_doctor_prints_this_machine_as_an_outline_or_as_one_object(
     own_home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autobatch.device import nvml
+    from autobatch.device import host
 
     found = json.loads(said("doctor", "--json"))
     assert {"schema", "autobatch", "host", "cuda", "nvml"} <= found.keys()
@@ -104,13 +104,13 @@ def test_the_doctor_prints_this_machine_as_an_outline_or_as_one_object(
     assert (found["cuda"]["built_for"] is None) == any("built without" in line for line in found["missing"])
     assert found["nvml"]["available"] != any(line.startswith("NVML: ") for line in found["missing"])
     new = {"index": 0, "name": "V100", "uuid": "1", "total_bytes": 22 * GiB, "capability": "9.0"}
-    holder = nvml.MemoryHolder(pid=7, name=None, used_bytes=2 * GiB)
-    gpu = nvml.NvmlGpu(
+    holder = host.MemoryHolder(pid=7, name=None, used_bytes=2 * GiB)
+    gpu = host.NvmlGpu(
         uuid="GPU-1", name="NVIDIA L4", free_bytes=20 * GiB, used_bytes=2 * GiB, holders=[holder]
     )
     for place, value in {
         "autobatch.device.cuda.visible_gpus": [new, new | {"index": 1}],
-        "autobatch.device.nvml.read_gpus": [gpu],
+        "autobatch.device.host.read_gpus": [gpu],
         "torch.cuda.is_available": False,
     }.items():
         monkeypatch.setattr(place, lambda *_, value=value: value)

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from autobatch import InputError
-from autobatch.core.files import read_json, read_toml, write_atomic
+from autobatch.core.files import read_toml, write_atomic
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch) -> None:
@@ -26,23 +26,18 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 
 
 DEEP = 100_000
-UNREADABLE = [
-    (read_json, ["[" * DEEP, "NaN", "1e999", "9" * 5000, "{", "", "\udcff", "nul\0"]),
-    (read_toml, ["a = " + "[" * DEEP, "a = " + "9" * 5000, "a = ", "\udcff", "a\0 = 1"]),
-]
 
 
-@pytest.mark.parametrize(("read", "contents"), UNREADABLE)
-def test_every_unreadable_file_is_one_line_with_the_path(tmp_path, read, contents) -> None:
+def test_every_unreadable_file_is_one_line_with_the_path(tmp_path) -> None:
     path = tmp_path / "file"
-    for content in contents:
+    for content in ("a = " + "[" * DEEP, "a = " + "9" * 5000, "a = ", "\udcff", "a\0 = 1"):
         path.write_bytes(content.encode(errors="surrogateescape"))
         with pytest.raises(InputError) as raised:
-            read(path)
+            read_toml(path)
         line = str(raised.value)
         assert line.startswith(f"{path} is not ")
         assert line.isprintable()
         assert len(line) < 500 + len(str(path))
     for name in ("absent", "nul\0", "x" * 300, "."):
         with pytest.raises(InputError, match="cannot be read: "):
-            read(tmp_path / name)
+            read_toml(tmp_path / name)

@@ -65,7 +65,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fit", {"seed": "null"}, "seed must be a whole number from 0 to 2147483647, found 'null'"),
     ("estimate", {"profile": 4090}, "profile must be one or more names, found 4090"),
     ("estimate", {"ranks": "1,2"}, "ranks must be a whole number from 1 to 1024, found '1,2'"),
-    ("tune", {"knobs": "precison"}, "knobs: there is no knob 'precison'; did you mean precision"),
+    ("tune", {"knobs": "precison"}, "knobs: there is no knob 'precison'; there are: micro_batch_shift"),
     ("fit", {"log": "tensorbord"}, "log must be one or more of tensorboard, wandb, mlflow, found"),
     ("fit", {"checkpoint_every": "15min\n"}, r"or a time like 15min or 2h, found '15min\n'"),
     ("fit", {"out": "a\0b"}, r"out must be text in UTF-8 without NUL, found 'a\x00b'"),

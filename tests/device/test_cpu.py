@@ -53,7 +53,7 @@ def test_an_impossible_budget_names_both_numbers(budget, memory, error, words):
 
 def test_a_step_over_the_budget_raises_and_training_counts_nothing():
     device: Any = CpuDevice(HOST, 64 * KiB)
-    with device.enforced() as meter:
+    with device.session(is_probe=True) as meter:
         x = torch.ones(1024)
         figures = r"Tried to allocate 256 KiB\. 64\.0 KiB allowed, of which 60\.0 KiB is free; 4\.00 KiB is"
         with pytest.raises(torch.OutOfMemoryError, match=f"^CPU out of memory. {figures}"):
@@ -62,7 +62,7 @@ def test_a_step_over_the_budget_raises_and_training_counts_nothing():
         assert stats.allocated_bytes == x.nbytes
         assert stats.reserved_bytes is stats.peak_reserved_bytes is stats.retries is None
         assert meter.trace().events == ((0, 4096),)
-    with device.training() as meter:
+    with device.session(is_probe=False) as meter:
         meter.count([torch.ones(100_000)])
         assert torch.ones(100_000).sum() == 100_000
         assert set(meter.stats()) == {None}
@@ -87,7 +87,7 @@ def test_the_budget_of_a_simulated_gpu_is_what_its_context_and_a_headroom_leave(
 
 def test_segments_of_a_simulated_gpu_count_against_the_budget():
     device: Any = simulated()
-    with device.enforced() as meter:
+    with device.session(is_probe=True) as meter:
         held = torch.zeros(1), torch.zeros(2 * MiB // 4)
         assert meter.stats().allocated_bytes == 512 + held[1].nbytes
         with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA .* allocate 50\.0 MiB\. 64\.0 MiB allowed"):

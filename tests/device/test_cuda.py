@@ -1,4 +1,4 @@
-"""The CUDA device where there is no GPU: what is refused, and the share that caps the allocator."""
+"""The CUDA device where there is no GPU: what is refused, and the settings and the cap of its allocator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ import torch
 
 from autobatch import InputError
 from autobatch.core.units import GiB, MiB
-from autobatch.device.cuda import CudaDevice, fraction_of
+from autobatch.device.cuda import CudaDevice, allocator_options, fraction_of
+
+ON, OFF = "expandable_segments:True", "expandable_segments:False"
+
+
+def test_the_first_variable_that_is_set_counts() -> None:
+    for environ, asks in (
+        ({}, False),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments : True"}, True),
+        ({"PYTORCH_HIP_ALLOC_CONF": ON}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": ON}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ON, "PYTORCH_ALLOC_CONF": OFF}, True),
+    ):
+        assert (ON.lower() in allocator_options(environ)) is asks
 
 
 @pytest.mark.parametrize("total", [8 * GiB, 25_282_281_472, 150_109_880_320])

@@ -64,6 +64,9 @@ def test_profiles_are_shipped_in_the_package_and_not_beside_an_installed_one(tmp
     assert [profile.name for profile in list_profiles()] == [file.stem for file in SHIPPED]
 
 
-def test_the_home_is_chosen_by_the_environment(tmp_path):
-    assert data_home({"AUTOBATCH_HOME": str(tmp_path)}) == tmp_path
-    assert data_home({"AUTOBATCH_HOME": ""}).name == data_home({}).name == "autobatch"
+def test_the_home_is_chosen_by_the_environment(tmp_path, monkeypatch):
+    for chosen, name in ((str(tmp_path), tmp_path.name), ("", "autobatch")):
+        monkeypatch.setenv("AUTOBATCH_HOME", chosen)
+        assert data_home().name == name
+    monkeypatch.delenv("AUTOBATCH_HOME")
+    assert data_home().name == "autobatch"

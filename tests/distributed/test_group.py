@@ -66,12 +66,12 @@ def join_and_end() -> tuple[Any, ...]:
     other = join_existing(3)
     for leave in [*ended, *ended]:
         leave()
-    return alone, gathered, other, len(ended), dist.is_initialized()
+    return alone.world, gathered, other.world, len(ended), dist.is_initialized()
 
 
 @pytest.mark.distributed
 def test_a_loop_joins_a_group_that_exists_and_leaves_its_own(server: RankServer) -> None:
-    assert server.values(join_and_end) == [(None, [[0, 1]] * 2, None, 1, False)] * 2
+    assert server.values(join_and_end) == [(1, [[0, 1]] * 2, 1, 1, False)] * 2
 
 
 def save_to_a_full_disk() -> None:

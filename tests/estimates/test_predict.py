@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator import Allocator, AllocatorConfig
+from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import replay
 from autobatch.estimates.estimator import Change, changes_of, helpful, suggest
 from autobatch.estimates.gpus import Budget
 from autobatch.estimates.traced_step import MARGIN, footprint
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import attempt
 from autobatch.rehearsal.setup import Setup, with_knobs
 from tests.support.step_workloads import WORKLOADS, setup, traced_step, transformer
 
 BUDGET = 30 * MiB
-GPU = AllocatorConfig()
 
 
-def budget_of(size: int, cap: int, config: AllocatorConfig | None = GPU) -> Budget:
-    return Budget("gpu", size, "", config, cap)
+def budget_of(size: int, cap: int, allocator: Any = CachingAllocator) -> Budget:
+    return Budget("gpu", size, "", allocator, cap)
 
 
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "transformer"])
 def test_the_largest_on_the_cpu_is_the_largest_that_runs(name) -> None:
     step = footprint(traced_step(setup(WORKLOADS[name]())))
     budget = 100 + replay(step.program.at(23), Allocator()).peak_allocated_bytes
-    size, peak = budget_of(budget, 1000, None).largest(step)
+    size, peak = budget_of(budget, 1000, Allocator).largest(step)
     made = setup(WORKLOADS[name](), budget=budget)
     ran = attempt(made, size).attempt
     assert (size >= 23, ran.fits, ran.peak_allocated_bytes) == (True, True, peak)
@@ -77,12 +77,12 @@ def test_a_suggestion_equals_a_workload_written_that_way() -> None:
     def limit(made: Setup) -> tuple[int, int]:
         return budget.largest(footprint(traced_step(made, capability=(8, 0))))
 
-    expandable = AllocatorConfig(expandable_segments=True)
+    expandable = partial(CachingAllocator, expandable=True)
     known = {
         "checkpointing": limit(setup(deep(recompute=True))),
         "bf16": limit(setup(deep(), precision="bf16")),
         "fused": limit(setup(deep(fused=True))),
-        "expandable_segments": budget._replace(config=expandable).largest(step),
+        "expandable_segments": budget._replace(new_allocator=expandable).largest(step),
     }
     named = {remedy.name: (remedy.micro_batch, remedy.peak_bytes) for remedy in found}
     assert named["checkpointing"][0] > 1.2 * now

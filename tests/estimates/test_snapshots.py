@@ -14,7 +14,7 @@ import pytest
 from autobatch.cli import main as cli
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator import CachingAllocator
-from autobatch.device.snapshot_file import read_recordings
+from autobatch.device.trace import read_recordings
 from benchmarks.published.recordings import read, replays_of
 from tests.support.planted import Calling
 from tests.support.torch_snapshots import RECORDINGS, segment, snapshot_of, write

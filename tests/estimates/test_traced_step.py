@@ -15,7 +15,7 @@ from autobatch import Loss, Workload
 from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import Trace, replay
 from autobatch.estimates.traced_step import Unpredictable, footprint, record
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import attempt
 from tests.support.step_workloads import WORKLOADS, make, perceptron, setup, traced_step
 from tests.support.untouched import fingerprint, with_gradients
 
@@ -75,7 +75,7 @@ def of_steps(trace: Trace, optimizer_steps: int) -> tuple[tuple[int, int], ...]:
 def test_a_step_allocates_what_a_real_attempt_does(name: str) -> None:
     workload, precision = CASES[name]
     made = setup(workload(), precision=precision)
-    ran = attempt(made, 5).trace.canonical()
+    ran = attempt(made, 5).trace
     found = record(traced_step(made), 5).trace
     whole = of_steps(found, 1)
     assert whole == ran.events[: len(whole)]

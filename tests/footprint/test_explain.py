@@ -10,7 +10,7 @@ from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import Trace, replay
 from autobatch.footprint import explain as explaining
 from autobatch.footprint.explain import Explanation, explain, memory_curve
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import attempt
 from tests.support.step_workloads import WORKLOADS, setup
 
 SIZE = 40

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import autobatch
-from autobatch import Plan, Progress
+from autobatch import Progress
 from tests.gpu.conftest import WORKLOAD
 from tests.support.kernels import only_stub
 
@@ -34,10 +34,11 @@ class Taking(Progress):
     def __init__(self, take, leave_mib: int) -> None:
         self.take, self.leave_mib = take, leave_mib
 
-    def planned(self, plan: Plan) -> None:
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        self.take(free // MIB - 256 - self.leave_mib)
+    def doing(self, act: str) -> None:
+        if act == "preparing the training":
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info()
+            self.take(free // MIB - 256 - self.leave_mib)
 
 
 @only_stub

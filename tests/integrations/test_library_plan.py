@@ -1,4 +1,4 @@
-"""Plans in equal micro-batches for loops of other libraries, through the simplest adapter."""
+"""Plans in equal micro-batches for loops of other libraries, through the simplest adapter, accelerate's."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autobatch.integrations import accelerate
 from autobatch.integrations.library_plan import rebuilt
 from tests.support.libraries import installed
 from tests.support.rank_server import RankServer
+from tests.support.training import apart, make_workload, mean_loss, reference, weights
 
 ROWS = list(torch.arange(24.0))
 
@@ -39,7 +40,7 @@ def plan(loader: Any = None, target_batch: int = 24, *, world: int = 1, **option
     """Plan for an Accelerator, of which its adapter uses a few attributes."""
     device, precision = torch.device(options.pop("where", "cpu")), options.pop("mixed_precision", "no")
     accelerator = SimpleNamespace(mixed_precision=precision, num_processes=world, device=device)
-    model = nn.Linear(1, 1)
+    model = options.pop("model", None) or nn.Linear(1, 1)
     options = {"loss": lambda model, batch: model(batch[:, None]).mean(), "max_micro_batch": 8, **options}
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), loader_of() if loader is None else loader
     found = accelerate.plan(accelerator, model, optimizer, data, target_batch=target_batch, **options)
@@ -50,12 +51,53 @@ def plan(loader: Any = None, target_batch: int = 24, *, world: int = 1, **option
 def test_the_plan_is_what_the_library_runs() -> None:
     found = plan(None, 20, max_micro_batch=7)
     assert (found.micro_batch, found.accumulation_steps, found.micro_batches) == (5, 4, [5] * 4)
-    assert (found.target_batch, found.probe.micro_batch, found.library) == (20, 7, "accelerate")
-    assert str(found).splitlines()[0].startswith("accelerate: ")
+    assert (found.target_batch, found.probe.micro_batch) == (20, 7)
     assert "note: accelerate: the last step of each epoch has 4 of 20 samples" in str(found)
     assert "equal micro-batches of 1 in 23 accumulation steps" in plan(None, 23).notes[0]
     over_two = plan(None, 20, world=2, max_micro_batch=7)
     assert (over_two.world_size, over_two.micro_batch, over_two.accumulation_steps) == (2, 5, 2)
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    library = installed("accelerate")
+    yield library.Accelerator(cpu=True)
+    library.state.AcceleratorState._reset_state(reset_partial_state=True)
+    library.state.GradientState._reset_state()
+
+
+def test_a_planned_loop_takes_the_step_of_the_whole_batch(accelerator: Any) -> None:
+    """The loop is that of the library, as it documents it."""
+    workload = make_workload()
+    expected, _ = reference(workload, [range(24)], mean_loss)
+    torch.manual_seed(0)
+    model, loader = workload.model(), loader_of(workload.train_data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"loss": mean_loss, "target_batch": 24, "max_micro_batch": 7}
+    found = accelerate.plan(accelerator, model, optimizer, loader, **given)
+    assert (found.micro_batches, loader.batch_size) == ([6] * 4, 6)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mean_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert apart(weights(model), expected) < 1e-12
+
+
+def test_the_probe_copies_outputs_to_float32_as_the_library_does() -> None:
+    """Without the copies the probe would find a larger micro-batch than the loop can run."""
+    installed("accelerate")
+    seen: list[torch.dtype] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[:, None])
+        seen.append(outputs.dtype)
+        return outputs.float().square().mean()
+
+    model = nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 512))
+    assert plan(None, 8, model=model, loss=loss, mixed_precision="bf16").precision == "bf16"
+    assert set(seen) == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +107,7 @@ def test_the_plan_is_what_the_library_runs() -> None:
         ({"loss": nn.CrossEntropyLoss()}, "CrossEntropyLoss takes outputs and targets"),
         ({"mixed_precision": "fp8"}, "no, bf16, fp16 of accelerate, found fp8"),
         ({"loader": ROWS}, "batch size of a list cannot be changed"),
-        ({"loader": DataLoader(ROWS, batch_sampler=OwnBatches(range(10), 2, False))}, "an OwnBatches makes"),
+        ({"loader": DataLoader(ROWS, batch_sampler=OwnBatches(range(10), 2, False))}, "no batch_sampler"),
         ({"loader": DataLoader(Stream(), batch_size=None)}, "cannot be changed"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -34,8 +34,8 @@ from tests.support.training import (
 )
 
 
-def sgd(model: nn.Module, rate: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=rate)
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("kind", ["mean", "tokens", "terms"])

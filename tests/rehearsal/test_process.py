@@ -12,16 +12,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from autobatch import Progress
 from autobatch.core.errors import UserCodeError
 from autobatch.core.options import Options
-from autobatch.rehearsal.attempt import Outcome, attempt
 from autobatch.rehearsal.process import ChildCrashed, ChildProcess, import_torch, open_process
-from autobatch.rehearsal.setup import Role, Setup
+from autobatch.rehearsal.rehearsal import Outcome, attempt
+from autobatch.rehearsal.setup import Setup
 from autobatch.search.find_limit import run_attempt
 from tests.support.commandline import SMALL
 
@@ -59,11 +58,11 @@ def noisy():
 
 
 @contextmanager
-def child(folder: Path, function: str, code: str = FAILS_AT_3, **settings: Any) -> Iterator[ChildProcess]:
+def child(folder: Path, function: str) -> Iterator[ChildProcess]:
     file = folder / "train.py"
-    file.write_text(f"{SMALL}\n{code}\n")
-    with ChildProcess(**settings) as process:
-        yield process.open(f"{file}:{function}", SETTINGS, Role())
+    file.write_text(f"{SMALL}\n{FAILS_AT_3}\n")
+    with ChildProcess() as process:
+        yield process.open(f"{file}:{function}", SETTINGS, 1)
 
 
 def pid(setup: Setup) -> int:
@@ -94,7 +93,7 @@ def is_running(number: int) -> bool:
 def test_a_child_that_dies_is_an_error_of_one_line_and_another_answers_the_next_call(
     function: str, said: list[str], tmp_path: Path
 ) -> None:
-    with child(tmp_path, function, oom_kills=lambda: 5) as process:
+    with child(tmp_path, function) as process:
         failed = run_attempt(process, 3, Progress())
         assert ran(process, 2).attempt.fits
     assert isinstance(failed.error, ChildCrashed)
@@ -105,9 +104,11 @@ def test_a_child_that_dies_is_an_error_of_one_line_and_another_answers_the_next_
 
 
 @warm
-def test_a_child_that_the_host_killed_for_memory_is_an_answer(tmp_path: Path) -> None:
-    kills = itertools.count()
-    with child(tmp_path, "killed", oom_kills=lambda: next(kills)) as process:
+def test_a_child_that_the_host_killed_for_memory_is_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autobatch.rehearsal.process.count_oom_kills", itertools.count().__next__)
+    with child(tmp_path, "killed") as process:
         refused, *_, error = run_attempt(process, 3, Progress())
     assert (refused.micro_batch, refused.fits, refused.peak_allocated_bytes) == (3, False, None)
     assert (refused.is_error, error) == (False, None)
@@ -186,7 +187,7 @@ def test_a_child_that_started_early_serves_one_opening_and_a_new_one_the_next(
     others = set(multiprocessing.active_children())
     with ChildProcess(is_copy=is_copy) as early:
         started = (set(multiprocessing.active_children()) - others).pop().pid
-        with open_process(None, SETTINGS, Role(), early) as process:
+        with open_process(None, SETTINGS, 1, early) as process:
             assert process.call("a look", pid) == started
             assert ("made_before_the_copy" in process.call("a look", modules)) is is_copy
             assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,6 @@ from torch import nn
 from autobatch import InputError, Workload
 from autobatch.core.options import Options
 from autobatch.rehearsal.setup import (
-    Role,
     Setup,
     describe_setup,
     open_setup,
@@ -20,13 +19,13 @@ from tests.support.probes import WIDTH, mlp, vectors, work
 from tests.support.training import INFO_NCE, amsgrad, make_workload, mean_loss
 
 
-def opened(workload: Workload | None = None, role: Role | None = None, **options: Any) -> Setup:
+def opened(workload: Workload | None = None, world: int = 1, **options: Any) -> Setup:
     asked = Options(**{"device": "cpu", "memory_budget": "1MiB", **options})
-    return open_setup(workload or work(), asked, role or Role())
+    return open_setup(workload or work(), asked, world)
 
 
-def key_of(workload: Workload | None = None, role: Role | None = None, **options: Any) -> dict[str, Any]:
-    return describe_setup(opened(workload, role, **options)).key
+def key_of(workload: Workload | None = None, world: int = 1, **options: Any) -> dict[str, Any]:
+    return describe_setup(opened(workload, world, **options)).key
 
 
 class Renamed(nn.Sequential):
@@ -62,7 +61,7 @@ def other_loss(model: nn.Module, batch) -> torch.Tensor:
         ("budget_bytes", work(), {"memory_budget": "2MiB"}),
         ("ema", work(), {"ema": 0.9}),
         ("keeps_batches", work(), {"command": "plan"}),
-        ("world_size", work(), {"role": Role(world=2)}),
+        ("world_size", work(), {"world": 2}),
     ],
 )
 def test_everything_that_changes_the_limit_changes_one_field_of_the_key(
@@ -74,7 +73,7 @@ def test_everything_that_changes_the_limit_changes_one_field_of_the_key(
 
 def test_ranks_refuse_a_loss_over_the_batch_before_a_probe() -> None:
     with pytest.raises(InputError, match="a WholeBatchLoss trains in one process, and each of 2 ranks"):
-        opened(make_workload(loss=INFO_NCE), Role(world=2))
+        opened(make_workload(loss=INFO_NCE), 2)
 
 
 def test_a_model_that_is_in_eval_mode_as_a_whole_is_put_in_train_mode() -> None:

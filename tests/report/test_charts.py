@@ -61,13 +61,15 @@ def test_memory_over_a_step_has_its_peak_and_the_budget_near_it() -> None:
     name = "$x^2$ <b> 学習率"
     curve = MemoryCurve(positions=[0.0, 1.0], categories={name: [GiB, GiB], "cached": [0, 2 * GiB]})
     picture = charts.memory_figure(curve, 3 * GiB)
-    assert picture.note == "The peak is 3.00 GiB of 3.00 GiB, in step."
+    assert picture.note == "The peak at micro-batch 1 is 3.00 GiB of 3.00 GiB, in step."
     assert ">budget 3.00 GiB<" in picture.svg
     assert "$x^2$ &lt;b&gt; 学習率" in picture.svg, "a name is no formula"
     assert ">budget" not in charts.memory_figure(a_memory_curve(), 60 * GiB).svg, "far above"
     phases = {"forward 1": 0.0, "backward 1": 1.0, "forward 2": 2.0, "backward 2": 3.0}
     curve = MemoryCurve(positions=[0.0, 1.0, 2.0, 3.0], categories={"all": [1, 2, 1, 2]}, phases=phases)
-    assert charts.memory_figure(curve, 9).note.startswith("The peak is 2 B of 9 B, in backward 1. Forward 2")
+    assert charts.memory_figure(curve, 9).note.startswith(
+        "The peak at micro-batch 1 is 2 B of 9 B, in backward 1. Forward 2"
+    )
 
 
 def test_long_runs_are_thinned_and_smoothed_but_keep_their_spikes() -> None:

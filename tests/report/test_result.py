@@ -14,13 +14,7 @@ from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
 
 def test_a_whole_run_reads_back(tmp_path: Path) -> None:
     run = a_run()
-    content = {
-        "schema": 1,
-        "autobatch": "0.1.0",
-        "something": "new",
-        **msgspec.to_builtins(run),
-        "metrics": None,
-    }
+    content = Result(**msgspec.structs.asdict(run)).to_json() | {"something": "new"}
     (tmp_path / "result.json").write_bytes(msgspec.json.encode(content))
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, run.metrics)))
     assert load_run(tmp_path) == run
@@ -28,24 +22,19 @@ def test_a_whole_run_reads_back(tmp_path: Path) -> None:
         run.device = None  # type: ignore[misc, assignment]
 
 
-def test_a_run_without_training_is_named_by_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "resnet").mkdir()
-    printed = {"schema": 1, "autobatch": "0.1.0", "device": msgspec.to_builtins(a_device()), "plan": None}
-    (tmp_path / "resnet/result.json").write_bytes(msgspec.json.encode(printed))
-    run = load_run(tmp_path / "resnet")
-    assert (run.title, run.versions, run.plan) == ("resnet", {"autobatch": "0.1.0"}, None)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read: No such file"),
+        (None, "No such file"),
         (b"[]", "Expected `object`, got `array`"),
         (b"{}", "missing required field `device`"),
         (msgspec.json.encode({"device": a_device(), "notes": 5}), r"\$\.notes"),
-        (b'{"device": ' * 100_000, "is not JSON: "),
+        (b'{"device": ' * 100_000, "recursion"),
+        (b'{"title": "\xff"}', "Invalid UTF-8"),
+        (b'{"seconds": ' + b"9" * 5000 + b"}", ""),
+        (b"", "truncated"),
     ],
-    ids=range(5),
+    ids=range(8),
 )
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:
@@ -71,7 +60,6 @@ def test_results_are_printed_as_a_summary_and_represented_in_one_line() -> None:
     estimates = Estimates(estimates=[an_estimate()], notes=["no GPU was used"])
     fits = "fits       93 samples at a time in 6.00 GiB; 94 ran and do not"
     assert str(result).splitlines()[0] == str(probe) == fits
-    assert plan.plan.target_batch == plan.target_batch == 1024
     assert str(plan).splitlines()[2:] == ["note: a remark"]
     assert str(estimates).splitlines()[-1] == "note: no GPU was used"
     assert repr(estimates) == "<Estimates: 90 on rtx-4090>"

@@ -10,8 +10,8 @@ from torch.nn import functional
 import autobatch
 from autobatch import Loss
 from autobatch.core.options import Options
-from autobatch.rehearsal import attempt as attempts
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal import rehearsal as attempts
+from autobatch.rehearsal.rehearsal import attempt
 from autobatch.rehearsal.setup import Setup, open_setup
 from tests.support.probes import WIDTH, mlp, vectors, work
 from tests.support.ragged import Sequences, ragged_workload, wide_model
@@ -72,7 +72,7 @@ def survives(setup: Setup, size: int, steps: int, *, holds_batch: bool = False) 
     generator = torch.Generator().manual_seed(0)
     data, workload = setup.workload.train_data, setup.workload
     collate = workload.collate or torch.utils.data.default_collate
-    with setup.device.enforced() as meter:
+    with setup.device.session(is_probe=True) as meter:
         model = workload.model()
         optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
         try:

@@ -34,7 +34,7 @@ def train(
 ):
     """Train three steps with a fault in `FAULTY_STEP`, or with another micro-batch from that step on."""
     device = device or Quick(HOST, "1GiB")
-    with device.training() as inner, fault or nullcontext():
+    with device.session(is_probe=False) as inner, fault or nullcontext():
         loop = make_loop(
             workload, target_batch=8, micro_batch=micro_batch, steps=3, meter=Watching(fault, inner),
             device=device, **more,

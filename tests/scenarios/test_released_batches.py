@@ -13,7 +13,7 @@ import autobatch
 from autobatch import WholeBatchLoss, Workload
 from autobatch.core.units import MiB
 from autobatch.estimates.traced_step import record
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import attempt
 from tests.scenarios.test_probed_limits import survives
 from tests.support.step_workloads import traced_step
 from tests.support.training import make_loop, make_setup, make_workload, network, points

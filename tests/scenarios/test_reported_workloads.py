@@ -70,18 +70,6 @@ def test_batches_of_one_kind_are_probed_and_trained_as_their_sampler_draws_them(
 # What is said
 
 
-def test_a_hook_that_changes_gradients_is_told(tmp_path: Path) -> None:
-    """It clips a parameter for each micro-batch."""
-
-    def hooked() -> nn.Module:
-        model = network()
-        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-        return model
-
-    _, notes = fit(make_workload(model=hooked), tmp_path, split_check="note", **RUN)
-    assert any("hook" in note for note in notes), notes
-
-
 def scores(model: nn.Module, batch: Any) -> dict[str, Any]:
     """Return scores of a classifier that says 0 to all samples; the last two are means over something."""
     inputs, labels = batch

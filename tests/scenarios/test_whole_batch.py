@@ -14,7 +14,7 @@ from autobatch.core.options import Options
 from autobatch.core.units import KiB
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.estimates.traced_step import record
-from autobatch.rehearsal.attempt import ATTEMPT_STEPS, attempt
+from autobatch.rehearsal.rehearsal import ATTEMPT_STEPS, attempt
 from autobatch.rehearsal.setup import open_setup
 from tests.support.options import as_options
 from tests.support.probes import WIDTH, work
@@ -36,7 +36,7 @@ def contrastive(**fields: Any) -> Workload:
 def test_what_is_traced_is_what_an_attempt_allocates(whole_batch: int | None, precision: Any) -> None:
     found = WORKLOADS["perceptron"]()
     made = replace(setup(replace(found, loss=INFO_NCE), precision=precision), whole_batch=whole_batch)
-    assert record(traced_step(made, steps=ATTEMPT_STEPS), 11).trace == attempt(made, 11).trace.canonical()
+    assert record(traced_step(made, steps=ATTEMPT_STEPS), 11).trace == attempt(made, 11).trace
 
 
 def plan_of(workload: Workload, target_batch: int, budget: int) -> autobatch.Plan:

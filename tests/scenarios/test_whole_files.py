@@ -7,14 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import autobatch
-from autobatch.api.run import joined_ranks
+from autobatch.distributed.launch import open_ranks
 from tests.support.rank_server import RankServer
 from tests.support.training import make_workload, points
 
@@ -59,11 +59,12 @@ def test_a_run_writes_each_of_its_files_under_another_name(tmp_path: Path, own_h
 
 def fail_on_a_rank(out: str) -> list[str]:
     """Fail on rank 1, then on rank 0; return the files opened under their own names."""
-    with opened_to_write() as opened, suppress(ValueError), joined_ranks(os.environ, 60) as ranks:
+    with opened_to_write() as opened:
+        ranks = open_ranks(os.environ, 60)
         ranks.enter(Path(out))
         while not (ranks.rank or (Path(out) / "verdict.json").exists()):
             time.sleep(0.01)
-        raise ValueError("wrong")
+        ranks.fail("wrong", 1)
     return sorted(path.name for path in files_of(Path(out)) & opened)
 
 

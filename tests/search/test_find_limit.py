@@ -11,7 +11,7 @@ from autobatch import DoesNotFitError
 from autobatch.api.pipeline import run_command
 from autobatch.api.run import Run
 from autobatch.core.options import Options
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import attempt
 from autobatch.rehearsal.setup import open_setup
 from tests.support.options import as_options
 from tests.support.probes import WIDTH, Listener, probed, vectors, work

@@ -13,8 +13,8 @@ from autobatch import DoesNotFitError, Progress
 from autobatch.api.pipeline import run_command
 from autobatch.api.run import Run
 from autobatch.core.options import Options, options_from
-from autobatch.rehearsal.attempt import attempt
 from autobatch.rehearsal.process import ThisProcess
+from autobatch.rehearsal.rehearsal import attempt
 from autobatch.rehearsal.setup import Setup, open_setup
 from autobatch.search import find_limit as limits
 from autobatch.search.find_limit import find_limit, limit_of_plan

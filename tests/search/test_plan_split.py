@@ -131,7 +131,7 @@ def test_a_cut_is_lowered_until_batches_of_the_run_train_at_it(tmp_path: Path) -
     cut = chosen(setup, plan, "size", 20)[0].size_cut
     assert 8 < cut.micro_batch < 20, "12 of the longest fit"
     split = SizeSplit(sizes=setup.worst_case.sizes(), cut=cut)
-    with setup.device.training() as meter:
+    with setup.device.session(is_probe=False) as meter:
         loop = make_loop(
             workload, target_batch=120, micro_batch=split.largest, split=split, steps=6,
             device=setup.device, meter=meter,

@@ -16,7 +16,7 @@ from autobatch.core.largest import most_asked
 from autobatch.core.records import LimitedBy, Probe
 from autobatch.device.allocator import Allocator, CachingAllocator
 from autobatch.device.trace import FREE, Trace, replay
-from autobatch.rehearsal.attempt import Outcome
+from autobatch.rehearsal.rehearsal import Outcome
 from autobatch.search.probe import FAR, FIRST, Limit, SavedLimit, find_largest
 from tests.support.sizes import BUDGET, Machine, machine_of, outcome_of, trace_of
 
@@ -157,14 +157,16 @@ def test_two_small_runs_and_their_replay_give_the_limit(sizes, cap: int) -> None
 def scratch_of_large_sizes(m: int) -> Trace:
     """As the sum of a bias gradient: from 40 rows on it takes a further block, of 64 bytes for 8 rows."""
     scratch = [(1, 64 * -(-m // 8)), (1, FREE)] if m >= 40 else []
-    return Trace(((0, 90 * m), *scratch, (2, 5)))
+    return Trace(((0, 90 * m), *scratch, (2 if scratch else 1, 5)))
 
 
 def another_block_at_each_size(m: int) -> Trace:
     """At another place, so that no two runs are alike."""
     events = list(enumerate([90 * m, *(3 * number for number in range(30))]))
     at = 2 + m % 29
-    return Trace((*events[:at], (99, 7), (99, FREE), *events[at:]))
+    events.insert(at, (at, 7))
+    later = [(block + 1, size) for block, size in events[at + 1 :]]
+    return Trace((*events[: at + 1], (at, FREE), *later))
 
 
 MACHINES = {

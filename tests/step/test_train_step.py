@@ -12,7 +12,7 @@ from torch import nn
 
 from autobatch import InputError, Loss
 from autobatch.device.base import Meter
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import attempt
 from autobatch.step.train_step import train_step
 from tests.support.faults import Fault
 from tests.support.kinds import Overflow

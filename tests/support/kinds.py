@@ -120,11 +120,11 @@ class Thawed(nn.Module):
             self.norm.eval()
 
 
-def stateful(dtype: torch.dtype = torch.float32, **changes: Any) -> Workload:
+def stateful(**changes: Any) -> Workload:
     """Make a workload with all the state that a step changes, and draws in its data and its model."""
     known = {
-        "model": lambda: Everything().to(dtype),
-        "train_data": Augmented(*points(dtype=dtype).columns),
+        "model": Everything,
+        "train_data": Augmented(*points(dtype=torch.float32).columns),
         "optimizer": amsgrad,
         "learning_rate": 0.01,
     }

@@ -102,7 +102,7 @@ def simulated_setup(workload: Workload, home: Path, budget: str) -> Setup:
 
 def count_ooms(workload: Workload, setup: Setup, micro_batch: int, *, target: int, steps: int) -> int:
     """Train, and return how often memory ran out."""
-    with setup.device.training() as meter:
+    with setup.device.session(is_probe=False) as meter:
         meter.mark("setup")
         counts = {"target_batch": target, "micro_batch": micro_batch, "steps": steps}
         loop = make_loop(workload, **counts, device=setup.device, meter=meter)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from autobatch.core.records import Attempt
 from autobatch.device.trace import FREE, Trace
-from autobatch.rehearsal.attempt import Outcome
+from autobatch.rehearsal.rehearsal import Outcome
 
 BUDGET = 10_000
 Rule = Callable[[int], int]

@@ -61,13 +61,13 @@ def points(samples: int = 24, *, dtype: torch.dtype = torch.float64, seed: int =
     )
 
 
-def tokens(samples: int = 24, *, length: int = 6, seed: int = 0) -> Rows:
+def tokens(samples: int = 24, *, seed: int = 0) -> Rows:
     """Make random sequences with ragged labels: from none to all of the positions count."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(7, (samples, length), generator=generator)
-    labels = torch.randint(7, (samples, length), generator=generator)
-    counted = torch.randint(length + 1, (samples, 1), generator=generator)
-    labels[torch.arange(length).expand(samples, -1) >= counted] = IGNORED
+    ids = torch.randint(7, (samples, 6), generator=generator)
+    labels = torch.randint(7, (samples, 6), generator=generator)
+    counted = torch.randint(7, (samples, 1), generator=generator)
+    labels[torch.arange(6).expand(samples, -1) >= counted] = IGNORED
     return Rows(ids, labels)
 
 

@@ -57,7 +57,7 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
         validation_data=Rows(data),
         loss=lambda model, batch: model(batch[0]).exp().mean(),
     )
-    setup = replace(make_setup(workload), device=open_device("sim:t4", memory_budget="1GiB", environ={}))
+    setup = replace(make_setup(workload), device=open_device("sim:t4", "1GiB"))
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
     asked = as_options("fit", target_batch=7, steps=1)
     sampler = GlobalBatchSampler(samples=64, target_batch=7, seed=0, steps=1)

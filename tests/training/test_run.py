@@ -154,7 +154,7 @@ def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path:
         return mean_loss(model, batch)
 
     gpu = SimulatedDevice(load_profile("rtx-4090"), memory_budget="12MiB")
-    with gpu.training() as meter:
+    with gpu.session(is_probe=False) as meter:
         loop = make_loop(make_workload(loss=loss), steps=99, device=gpu, meter=meter)
         with pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
             train(loop, settings(tmp_path), Progress())

@@ -14,7 +14,6 @@ from autobatch.core.errors import Infeasible
 from autobatch.core.options import Options
 from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ChildProcess, open_process
-from autobatch.rehearsal.setup import Role
 from autobatch.tuning.learning_rate import short_run
 from autobatch.tuning.trial import Trials, call_with
 from autobatch.workload.rng import capture_random_state
@@ -77,7 +76,7 @@ def test_a_child_runs_trials_and_short_runs_and_one_that_crashes_it_is_infeasibl
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")
     settings = Options(device="cpu", memory_budget="64MiB")
-    with open_process(f"{path}:workload", settings, Role(), ChildProcess()) as child:
+    with open_process(f"{path}:workload", settings, 1, ChildProcess()) as child:
         plan = make_plan(target_batch=32, micro_batch_limit=8, learning_rate=0.01)
         trials = Trials(process=child, plan=plan)
         with pytest.raises(Infeasible, match="SIGSEGV"):

@@ -15,7 +15,7 @@ import autobatch
 from autobatch import InputError, Loss, Workload
 from autobatch.core.options import Options
 from autobatch.device.tracker import StorageTracker
-from autobatch.rehearsal.attempt import attempt
+from autobatch.rehearsal.rehearsal import attempt
 from autobatch.rehearsal.setup import Setup, open_setup
 from tests.support.probes import vectors
 from tests.support.probes import work as small
