@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
 from math import gcd
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -329,34 +329,27 @@ def shortest_edit(
     Returns:
         The pairs, None if more are left alone; and the numbers that were reached.
     """
-    reached = {1: 0}
-    history: list[dict[int, int]] = []
+    reached: dict[int, tuple[int, Any]] = {1: (0, None)}
+    """The first number that was reached for each difference of both, and the runs of pairs up to there."""
     for edits in range(most + 1):
-        history.append(dict(reached))
         for k in range(-edits, edits + 1, 2):
-            down = k == -edits or (k != edits and reached[k - 1] < reached[k + 1])
-            x = reached[k + 1] if down else reached[k - 1] + 1
+            down = k == -edits or (k != edits and reached[k - 1][0] < reached[k + 1][0])
+            x, runs = reached[k + 1 if down else k - 1]
+            start = x = x if down else x + 1
             while x < n and x - k < m and is_pair(x, x - k):
                 x += 1
-            reached[k] = x
+            reached[k] = x, (start, x, k, runs) if x > start else runs
             if x >= n and x - k >= m:
-                return {y: x for x, y in _walk_back(history, n, m)}, (n, m)
-    x, k = max((min(x, n), k) for k, x in reached.items() if x - k <= m)
+                return dict(_unrolled(reached[k][1])), (n, m)
+    x, k = max((min(x, n), k) for k, (x, _) in reached.items() if x - k <= m)
     return None, (x, x - k)
 
 
-def _walk_back(history: Sequence[dict[int, int]], n: int, m: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs, the last first."""
-    x, y = n, m
-    for edits in range(len(history) - 1, -1, -1):
-        reached, k = history[edits], x - y
-        down = k == -edits or (k != edits and reached[k - 1] < reached[k + 1])
-        before = k + 1 if down else k - 1
-        start = reached[before] + (not down) if edits else 0
-        while x > start:
-            x, y = x - 1, y - 1
-            yield x, y
-        x, y = (x, y - 1) if down else (x - 1, y)
+def _unrolled(runs: Any) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of runs, the second number first."""
+    while runs is not None:
+        start, end, k, runs = runs
+        yield from ((x - k, x) for x in range(start, end))
 
 
 def _lives(trace: Trace) -> list[int]:
