@@ -43,6 +43,7 @@ from autobatch.core.files import write_atomic
 from autobatch.core.signals import PR_SET_PDEATHSIG
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import EARLIER_OUT, VERDICT, Launch, Ranks
+from autobatch.workload.nested import map_tensors
 
 ROLL_CALL_S, PAUSE_S = 4.0, 0.1
 """Seconds in which a rank answers after a collective has failed, and between two looks at the answers."""
@@ -135,12 +136,14 @@ class Group(Ranks):
                 return [pickle.loads(message[8:]) for message in of_ranks]
             room = longest + 8
 
-    def broadcast(self, value: T) -> T:
-        """See `Ranks.broadcast`."""
-        sent = [value if self.rank == 0 else None]
+    def broadcast(self, read: Callable[[], T]) -> T:
+        """See `Ranks.broadcast`. A tensor is sent without the memory that it is a part of."""
+        sent: list[Any] = [None]
+        if self.rank == 0:
+            sent[0] = map_tensors(read(), lambda tensor: tensor.detach().cpu().clone())
         with self.waiting("receive the data of rank 0"):
             dist.broadcast_object_list(sent, 0, group=self._messages)
-        return value if self.rank == 0 else sent[0]  # type: ignore[return-value]
+        return sent[0]  # type: ignore[no-any-return]
 
     def once(self, act: Callable[[], T]) -> T:
         """See `Ranks.once`."""
@@ -165,7 +168,7 @@ class Group(Ranks):
                 # Rank 0 does not wait for these messages for a day: a rank may hang.
                 others = range(1, self.world)
                 self._told = [dist.isend(is_over, rank, group=self._of_rank_0) for rank in others]
-        answer, of_rank_0 = self.broadcast((answer, error and kind(str(error))))
+        answer, of_rank_0 = self.broadcast(lambda: (answer, error and kind(str(error))))
         if error or of_rank_0:
             raise error or of_rank_0  # type: ignore[misc]
         return answer  # type: ignore[no-any-return]

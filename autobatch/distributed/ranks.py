@@ -59,9 +59,9 @@ class Ranks:
         """Return the value of every rank, in order of the ranks."""
         return [value]
 
-    def broadcast(self, value: T) -> T:
-        """Return the value of rank 0 on every rank; the others call it with anything."""
-        return value
+    def broadcast(self, read: Callable[[], T]) -> T:
+        """Return on every rank what a function returns on rank 0, which alone calls it."""
+        return read()
 
     def agree(self, flag: bool) -> bool:
         """Return whether any rank gave True."""
