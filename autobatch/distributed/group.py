@@ -38,10 +38,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
-from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError
+from autobatch.core.errors import AutobatchError
 from autobatch.core.files import write_atomic
 from autobatch.core.signals import PR_SET_PDEATHSIG
-from autobatch.device.oom import first_line, is_oom
+from autobatch.device.oom import first_line
 from autobatch.distributed.ranks import EARLIER_OUT, VERDICT, Launch, Ranks
 from autobatch.workload.nested import map_tensors
 
@@ -150,16 +150,7 @@ class Group(Ranks):
         if self._of_rank_0 is None:
             with self.waiting("join the other ranks"):
                 self._of_rank_0 = dist.new_group(backend="gloo", timeout=OF_RANK_0)
-        answer: Any = None
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
-                answer = act()
-            except Exception as caught:
-                if not (isinstance(caught, CheckpointError) or is_oom(caught)):
-                    raise  # its verdict ends the others
-                error = caught
-        kind = CheckpointError if isinstance(error, CheckpointError) else DoesNotFitError
+        answer: Any = act() if self.rank == 0 else None  # if it raises, the verdict ends the others
         with self.waiting("wait for the work of rank 0"):
             is_over = torch.zeros(1, device="cpu")
             if self.rank:
@@ -168,10 +159,7 @@ class Group(Ranks):
                 # Rank 0 does not wait for these messages for a day: a rank may hang.
                 others = range(1, self.world)
                 self._told = [dist.isend(is_over, rank, group=self._of_rank_0) for rank in others]
-        answer, of_rank_0 = self.broadcast(lambda: (answer, error and kind(str(error))))
-        if error or of_rank_0:
-            raise error or of_rank_0  # type: ignore[misc]
-        return answer  # type: ignore[no-any-return]
+        return self.broadcast(lambda: answer)  # type: ignore[no-any-return]
 
     def tensor_group(self, device: torch.device) -> ProcessGroup | None:
         """Return the process group that sums tensors of a device; None for the default, which is gloo's.

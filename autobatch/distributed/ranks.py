@@ -70,9 +70,7 @@ class Ranks:
     def once(self, act: Callable[[], T]) -> T:
         """Run a function on rank 0 alone, for up to a day, and return its answer on every rank.
 
-        Raises:
-            CheckpointError: the function raised it on rank 0.
-            DoesNotFitError: memory ran out on rank 0, which raises its own error.
+        What it raises is raised on rank 0, and ends the others.
         """
         return act()
 
