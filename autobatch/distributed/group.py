@@ -41,7 +41,7 @@ from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignor
 from autobatch.core.errors import AutobatchError
 from autobatch.core.files import write_atomic
 from autobatch.core.signals import PR_SET_PDEATHSIG
-from autobatch.device.oom import first_line
+from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import EARLIER_OUT, VERDICT, Launch, Ranks
 from autobatch.workload.nested import map_tensors
 
@@ -65,10 +65,12 @@ class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like Process
 
     Args:
         act: the purpose, in the words that follow "could not".
-        who: the ranks that are missing.
+        missing: the ranks that do not answer, if they are known.
     """
 
-    def __init__(self, act: str, who: str = "a rank") -> None:
+    def __init__(self, act: str, missing: Sequence[int] = ()) -> None:
+        named = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+        who = named if missing else "a rank"
         super().__init__(
             f"{who} ended, hangs or cannot be reached, so this one could not {act}: its own log or the "
             "launcher's summary has the cause"
@@ -95,31 +97,19 @@ class Group(Ranks):
 
     @contextmanager
     def waiting(self, act: str) -> Iterator[None]:
-        """Wait for the other ranks within the block.
-
-        Args:
-            act: the purpose, in the words that follow "could not".
-
-        Raises:
-            RankLost: a collective failed within the block; names the ranks that do not answer.
-        """
+        """See `Ranks.waiting`."""
         try:
             yield
         except RuntimeError as error:
-            explained = self.explain(error, act)
-            if explained is error:
+            said = str(error)
+            if is_oom(error) or SHARED_GPU in said or not _OF_COLLECTIVES.search(said):
                 raise
-            raise explained from error
+            traceback.clear_frames(error.__traceback__)  # they would keep the connections open
+            raise RankLost(act, self._missing()) from error
 
-    def explain(self, error: Exception, act: str) -> Exception:
-        """See `Ranks.explain`."""
-        said = str(error) if isinstance(error, RuntimeError) else ""
-        is_of_collective = _OF_COLLECTIVES.search(said) and SHARED_GPU not in said
-        return self._lost(act, error) if is_of_collective else error
-
-    def _lost(self, act: str, error: Exception) -> RankLost:
-        """Return the error of a collective in the user's words."""
-        return RankLost(act)
+    def _missing(self) -> list[int]:
+        """Return the ranks that do not answer after a collective has failed; empty if nothing tells."""
+        return []
 
     def gather(self, value: T) -> list[T]:
         """See `Ranks.gather`. Small values take one message, where `all_gather_object` takes two."""
@@ -229,13 +219,10 @@ class LaunchedGroup(Group):
             return f"cuda:{0 if gpus == 1 else self._launch.local_rank}"
         return spec
 
-    def _lost(self, act: str, error: Exception) -> RankLost:
-        """See `Group._lost`. The connections are closed first, so that every rank notices at once."""
-        traceback.clear_frames(error.__traceback__)  # they would keep the connections open
+    def _missing(self) -> list[int]:
+        """See `Group._missing`. The connections are closed first, so that every rank notices at once."""
         self._disconnect()
-        missing = self._ask(self._call_roll) or []
-        named = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
-        return RankLost(act, named if missing else "a rank")
+        return self._ask(self._call_roll) or []
 
     def _call_roll(self) -> list[int]:
         """Answer the roll call, and return the ranks that do not."""

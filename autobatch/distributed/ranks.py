@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -55,6 +55,17 @@ class Ranks:
         """Return the device that this rank opens for the one that was asked for."""
         return spec
 
+    def waiting(self, act: str) -> AbstractContextManager[None]:
+        """Wait for the other ranks within the block.
+
+        Args:
+            act: the purpose, in the words that follow "could not".
+
+        Raises:
+            RankLost: a collective failed within the block; names the ranks that do not answer.
+        """
+        return nullcontext()
+
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank, in order of the ranks."""
         return [value]
@@ -98,10 +109,6 @@ class Ranks:
         Raises:
             InputError: the tensors of a rank have other shapes.
         """
-
-    def explain(self, error: Exception, act: str) -> Exception:
-        """Return an error, or a `RankLost` in its place if it tells that another rank has ended."""
-        return error
 
     def enter(self, out: Path) -> None:
         """Set the folder of the run."""

@@ -112,7 +112,9 @@ class Loop:
                 return
             learning_rate = first_learning_rate(self.train_state.optimizers, batch.index + 1)
             random_state = capture_random_state(random_state)
-            trained = self._train_batch(batch, random_state)
+            # FSDP2 runs its collectives within the loss and its backward pass.
+            with self.engine.ranks.waiting("train the batch"):
+                trained = self._train_batch(batch, random_state)
             if trained is None:
                 return
             result, parts, recovered = trained
@@ -220,8 +222,7 @@ class Loop:
         """Return what an error says about memory; raise it if it says nothing."""
         verdict = classify(error)
         if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and not may_be_suspect):
-            # FSDP2 runs its collectives within the loss and its backward pass.
-            raise self.engine.ranks.explain(error, "train the batch")
+            raise error
         # A rank may have no sample. The fullest micro-batch shrinks; the others are no larger.
         halved = [self.split.halved(part, self.micro_batch) for part in parts]
         return OutOfMemory(
