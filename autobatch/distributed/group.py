@@ -22,7 +22,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -50,7 +49,7 @@ ROLL_CALL_S, PAUSE_S = 4.0, 0.1
 OF_RANK_0 = datetime.timedelta(days=1)
 """Longest wait for the work of rank 0 alone: a save, a compilation, a trial."""
 SMALL_BYTES = 4096
-"""Room of a message before its size is known; the sums of a batch fit in."""
+"""Room of a small value; the sums of a batch fit in."""
 OUT = "out"
 _OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|Operation timed out")
 """The texts of failed collectives."""
@@ -87,7 +86,6 @@ class Group(Ranks):
 
     def __init__(self, messages: ProcessGroup | None, limit: datetime.timedelta) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.host = socket.gethostname()
         self._messages = messages
         self._of_rank_0: ProcessGroup | None = None
         self._told: list[Any] = []
@@ -113,18 +111,16 @@ class Group(Ranks):
 
     def gather(self, value: T) -> list[T]:
         """See `Ranks.gather`. Small values take one message, where `all_gather_object` takes two."""
-        own = pickle.dumps(value)
-        room = SMALL_BYTES
-        while True:
-            sent = bytearray(len(own).to_bytes(8) + own[: room - 8]).ljust(room, b"\0")
-            whole = [torch.empty(room, dtype=torch.uint8, device="cpu") for _ in range(self.world)]
-            with self.waiting("exchange messages"):
-                dist.all_gather(whole, torch.frombuffer(sent, dtype=torch.uint8), group=self._messages)
-            of_ranks = [tensor.numpy().tobytes() for tensor in whole]
-            longest = max(int.from_bytes(message[:8]) for message in of_ranks)
-            if longest <= room - 8:
-                return [pickle.loads(message[8:]) for message in of_ranks]
-            room = longest + 8
+        own, values = pickle.dumps(value), [value] * self.world
+        sent = bytearray(own if len(own) <= SMALL_BYTES else b"").ljust(SMALL_BYTES, b"\0")
+        of_ranks = [torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cpu") for _ in values]
+        with self.waiting("exchange messages"):
+            dist.all_gather(of_ranks, torch.frombuffer(sent, dtype=torch.uint8), group=self._messages)
+            messages = [tensor.numpy().tobytes() for tensor in of_ranks]
+            if all(message[0] for message in messages):  # no pickle begins with a zero
+                return [pickle.loads(message) for message in messages]
+            dist.all_gather_object(values, value, group=self._messages)
+        return values
 
     def broadcast(self, read: Callable[[], T]) -> T:
         """See `Ranks.broadcast`. A tensor is sent without the memory that it is a part of."""
@@ -192,23 +188,48 @@ class Group(Ranks):
 
 
 class LaunchedGroup(Group):
-    """The ranks that a launcher started, with the store of their run."""
+    """The ranks that a launcher started, with the store of their run.
 
-    def __init__(self, launch: Launch, store: PrefixStore, limit: datetime.timedelta) -> None:
-        number = store.add(f"{launch.restart}/joins/{launch.rank}", 1)
-        start = PrefixStore(f"{launch.restart}/{number}", store)
+    Args:
+        launch: place of this rank.
+        limit_s: longest wait for another rank in seconds.
+
+    Raises:
+        RankLost: the other ranks did not start.
+    """
+
+    def __init__(self, launch: Launch, limit_s: float) -> None:
+        # The launcher keeps the store, which then outlives every rank.
+        is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if is_kept and sys.platform == "linux":
+            # The launcher may be killed, and nothing else would end its ranks.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        limit = datetime.timedelta(seconds=limit_s)
         self._is_owner, messages = not dist.is_initialized(), None
-        if self._is_owner:
-            dist.init_process_group(
-                "gloo", store=start, rank=launch.rank, world_size=launch.world, timeout=limit
+        try:
+            served = TCPStore(
+                launch.address,
+                launch.port,
+                is_master=launch.rank == 0 and not is_kept,
+                timeout=limit,
+                wait_for_workers=False,
             )
-        else:
-            messages = dist.new_group(backend="gloo", timeout=limit)
+            self._run = PrefixStore(f"autobatch/{launch.run_id}", served)
+            number = self._run.add(f"{launch.restart}/joins/{launch.rank}", 1)
+            self._start = PrefixStore(f"{launch.restart}/{number}", self._run)
+            if self._is_owner:
+                dist.init_process_group(
+                    "gloo", store=self._start, rank=launch.rank, world_size=launch.world, timeout=limit
+                )
+            else:
+                messages = dist.new_group(backend="gloo", timeout=limit)
+        except RuntimeError as error:
+            where = f"at {launch.address}:{launch.port}, where {launch.world} ranks meet"
+            raise RankLost(f"join the others {where} ({first_line(error)})") from error
         super().__init__(messages, limit)
-        earlier = store.get(OUT).decode() if store.check([OUT]) else os.environ.get(EARLIER_OUT)
+        earlier = self._run.get(OUT).decode() if self._run.check([OUT]) else os.environ.get(EARLIER_OUT)
         self.earlier_out = Path(earlier) if earlier else None
-        self._launch, self._run, self._start = launch, store, start
-        self._has_store = True
+        self._launch, self._has_store = launch, True
         self.agree(False)  # no rank reads the folder after another one has begun
 
     def device(self, spec: str) -> str:
@@ -286,48 +307,20 @@ class LaunchedGroup(Group):
         self._disconnect()
 
 
-def join_launch(launch: Launch, limit_s: float) -> LaunchedGroup:
-    """Join the ranks that a launcher started; see `autobatch.distributed.launch.open_ranks`."""
-    # The launcher keeps the store, which then outlives every rank.
-    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_kept and sys.platform == "linux":
-        # The launcher may be killed, and nothing else would end its ranks.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    limit = datetime.timedelta(seconds=limit_s)
-    try:
-        served = TCPStore(
-            launch.address,
-            launch.port,
-            None,
-            is_master=launch.rank == 0 and not is_kept,
-            timeout=limit,
-            wait_for_workers=False,
-        )
-        store = PrefixStore(f"autobatch/{launch.run_id}", served)
-        return LaunchedGroup(launch, store, limit)
-    except RuntimeError as error:
-        where = f"at {launch.address}:{launch.port}, where {launch.world} ranks meet"
-        raise RankLost(f"join the others {where} ({first_line(error)})") from error
-
-
 def join_loop() -> Group:
     """Join the processes of a training loop that a launcher has started.
 
     A default process group that exists is used. If there is none, it is made from the environment, and left
     when the interpreter ends.
     """
-    limit = datetime.timedelta(minutes=30)  # that of torch
-    try:
-        messages = None
-        if not dist.is_initialized():
-            # The threads of a group that outlives the interpreter abort the process now and then.
-            atexit.register(_leave)
-            dist.init_process_group("gloo", timeout=limit)
-        elif dist.get_backend() != "gloo":
-            # A loop may join for every epoch, and each group takes threads and sockets.
-            messages = dist.new_group(backend="gloo", timeout=limit)
-    except RuntimeError as error:
-        raise RankLost(f"join the others ({first_line(error)})") from error
+    limit, messages = datetime.timedelta(minutes=30), None  # the limit of torch
+    if not dist.is_initialized():
+        # The threads of a group that outlives the interpreter abort the process now and then.
+        atexit.register(_leave)
+        dist.init_process_group("gloo", timeout=limit)
+    elif dist.get_backend() != "gloo":
+        # A loop may join for every epoch, and each group takes threads and sockets.
+        messages = dist.new_group(backend="gloo", timeout=limit)
     return Group(messages, limit)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -44,7 +45,7 @@ class Ranks:
     """Place of this process, from 0. Rank 0 alone prints, and writes the files of the run."""
     world = 1
     """Number of ranks."""
-    host = ""
+    host = socket.gethostname()
     """Name of the host of this rank."""
     earlier_out: Path | None = None
     """Folder of the run that the launcher has started again; None for a first start."""
@@ -120,7 +121,13 @@ class Ranks:
         Returns:
             The exit code of the rank that failed first, which has printed the cause; None if it is this one.
         """
-        write_error_file(os.environ, line, self.out)
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path:
+            out = self.out and str(self.out.absolute())
+            content = {"message": line, "timestamp": str(int(time.time())), "out": out}
+            with suppress(OSError):  # a full disk must not hide the failure
+                # Whole, because a launcher may read it as soon as any rank has ended, and fails on a part.
+                write_atomic(Path(path), json.dumps(content).encode())
         return None
 
     def close(self) -> None:
@@ -180,18 +187,6 @@ def launched_world(environ: Mapping[str, str]) -> int:
             f"WORLD_SIZE must be a whole number over 0, found {found!r}: start ranks with torchrun"
         )
     return int(found)
-
-
-def write_error_file(environ: Mapping[str, str], line: str, out: Path | None = None) -> None:
-    """Write the cause of a failure, and the folder of the run, for the launcher, if there is one.
-
-    It is written whole, because a launcher may read it as soon as any rank has ended, and fails on a part.
-    """
-    path = environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        content = {"message": line, "timestamp": str(int(time.time())), "out": out and str(out.absolute())}
-        with suppress(OSError):  # a full disk must not hide the failure
-            write_atomic(Path(path), json.dumps(content).encode())
 
 
 def agree_on_limit(
