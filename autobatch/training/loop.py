@@ -165,15 +165,13 @@ class Loop:
                 raise self._end(batch, self._out_of_memory(error, parts), why) from error
             # Outside of the except block, so that nothing holds the tensors of the failed step.
             is_intact = self._rewind(random_state, is_fatal=outcome.is_fatal)
+            is_intact = not self.engine.ranks.agree(not is_intact)
             # A stream cannot go back to the start of a batch.
-            can_be_drawn_again = not isinstance(self.sampler, StreamSampler)
+            self.can_be_saved = is_intact and not isinstance(self.sampler, StreamSampler)
             if self.engine.request.signal_number is not None:
-                self.can_be_saved = is_intact and can_be_drawn_again
                 return None
-            oom = self.engine.agree_on_oom(outcome._replace(is_intact=is_intact))
-            self.can_be_saved = oom.is_intact and can_be_drawn_again
-            self._shrink(batch, oom)
-            recovered = oom.message
+            self._shrink(batch, outcome, is_intact=is_intact)
+            recovered = outcome.message
             self.oom_recoveries += 1
 
     def _attempt(
@@ -252,7 +250,7 @@ class Loop:
             return False
         return is_restored
 
-    def _shrink(self, batch: GlobalBatch, oom: OutOfMemory) -> None:
+    def _shrink(self, batch: GlobalBatch, oom: OutOfMemory, *, is_intact: bool) -> None:
         """Set the largest micro-batch for another attempt.
 
         Raises:
@@ -261,7 +259,7 @@ class Loop:
         why = ""
         if oom.is_fatal:
             why = ", in the driver, after which this process cannot continue"
-        elif not oom.is_intact:
+        elif not is_intact:
             changed = "the forward pass changed a large buffer or a frozen weight"
             why = f", where the batch cannot run again, because {changed}"
         if why or not self._can_shrink(oom):
