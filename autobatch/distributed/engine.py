@@ -276,4 +276,4 @@ class Shared(Whole):
         # Only here: importing it takes a second.
         from autobatch.distributed.shard import gather_weights
 
-        return gather_weights(model, keep=self.ranks.rank == 0)
+        return gather_weights(model)
