@@ -43,8 +43,6 @@ from autobatch.workload.rng import preserved_random_state
 TOGETHER_BYTES = 4 * MiB
 """Most bytes of the small gradients, which are copied to travel. The activations that are free by then had
 more."""
-DENSE, SPARSE = 1, 2
-"""Kinds of a gradient; 0 for none."""
 
 
 def bring_to_host(totals: StepTotals) -> None:
@@ -55,12 +53,20 @@ def bring_to_host(totals: StepTotals) -> None:
         term.loss, term.count = own, count
 
 
-def kinds_of(gradients: Gradients) -> bytes:
-    """Return the kind of the gradient of each parameter."""
-    return bytes(
-        0 if gradient is None else SPARSE if gradient.is_sparse else DENSE
-        for _, gradient in gradients.by_parameter()
-    )
+def present(gradients: Gradients) -> bytes:
+    """Return for each parameter whether it has a gradient.
+
+    Raises:
+        InputError: a gradient is sparse.
+    """
+    pairs = gradients.by_parameter()
+    for parameter, gradient in pairs:
+        if gradient is not None and gradient.is_sparse:
+            raise InputError(
+                f"ranks sum no sparse gradients, and a parameter of shape {tuple(parameter.shape)} has one: "
+                "use sparse=False in its embedding, or one rank"
+            )
+    return bytes(gradient is not None for _, gradient in pairs)
 
 
 def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
@@ -87,32 +93,22 @@ def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
 
 
 def sum_gradients(ranks: Ranks, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
-    """Sum the gradients over the ranks in place, given the kinds that each rank has.
-
-    Raises:
-        InputError: a gradient is sparse.
-    """
-    small, large = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list), list[Tensor]()
-    dense = list[Tensor]()
-    for (parameter, gradient), *kinds in zip(gradients.by_parameter(), *of_ranks, strict=True):
-        if SPARSE in kinds:
-            raise InputError(
-                f"ranks sum no sparse gradients, and a parameter of shape {tuple(parameter.shape)} has one: "
-                "use sparse=False in its embedding, or one rank"
-            )
-        if any(kinds):
-            dense.append(gradients.new_zeros(parameter) if gradient is None else gradient)
-    room = TOGETHER_BYTES
-    for gradient in sorted(dense, key=Tensor.numel):
+    """Sum the gradients over the ranks in place, given for each rank which ones are `present`."""
+    dense = [
+        gradients.new_zeros(parameter) if gradient is None else gradient
+        for (parameter, gradient), *is_present in zip(gradients.by_parameter(), *of_ranks, strict=True)
+        if any(is_present)
+    ]
+    together, room = defaultdict[object, list[Tensor]](list), TOGETHER_BYTES
+    for number, gradient in enumerate(sorted(dense, key=Tensor.numel)):
         room -= gradient.nbytes
-        (small[gradient.dtype, gradient.device] if room >= 0 else large).append(gradient)
-    together = [*small.values(), *([gradient] for gradient in large)]
+        together[(gradient.dtype, gradient.device) if room >= 0 else number].append(gradient)
     whole = [
         own[0].contiguous() if len(own) == 1 else torch.cat([gradient.flatten() for gradient in own])
-        for own in together
+        for own in together.values()
     ]
     ranks.sum(whole, "sum the gradients")
-    for own, tensor in zip(together, whole, strict=True):
+    for own, tensor in zip(together.values(), whole, strict=True):
         if tensor is not own[0]:
             parts = torch.split(tensor.flatten(), [gradient.numel() for gradient in own])
             torch._foreach_copy_(own, [part.view(g.shape) for part, g in zip(parts, own, strict=True)])
@@ -177,13 +173,13 @@ class Whole:
             return outcome
         if isinstance(outcome, StepTotals):
             bring_to_host(outcome)
-        message = self.request.own, outcome, kinds_of(train_state.gradients)
-        signals, of_ranks, kinds = zip(*self.ranks.gather(message), strict=True)
+        message = self.request.own, outcome, present(train_state.gradients)
+        signals, of_ranks, gradients = zip(*self.ranks.gather(message), strict=True)
         self.request.agree(signals)
         errors = [(own.size, rank, own) for rank, own in enumerate(of_ranks) if isinstance(own, OutOfMemory)]
         if isinstance(outcome, StepTotals) and not errors:
             sum_totals(outcome, of_ranks)
-            self._sum(train_state, outcome, of_ranks, kinds)
+            self._sum(train_state, outcome, of_ranks, gradients)
             return outcome
         # A rank that only leaves has no size.
         failed = [error for error in errors if error[0]]
@@ -201,13 +197,13 @@ class Whole:
         train_state: TrainState,
         totals: StepTotals,
         of_ranks: Sequence[StepTotals],
-        kinds: Sequence[bytes],
+        gradients: Sequence[bytes],
     ) -> None:
         """Sum the gradients, or their norms, over the ranks."""
         if not totals.sizes:
             # A loss scale begins with its first use, which a rank without samples does not have.
             train_state.scaler.scale(torch.zeros((), device=train_state.device))
-        sum_gradients(self.ranks, train_state.gradients, kinds)
+        sum_gradients(self.ranks, train_state.gradients, gradients)
 
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
         """Return the state dict of the model with whole tensors; empty on the ranks that write no file."""
@@ -255,14 +251,14 @@ class Shared(Whole):
         train_state: TrainState,
         totals: StepTotals,
         of_ranks: Sequence[StepTotals],
-        kinds: Sequence[bytes],
+        gradients: Sequence[bytes],
     ) -> None:
         """Sum the norms; FSDP2 has summed the gradients.
 
         Raises:
             InputError: FSDP2 has summed gradients of other parameters on each rank.
         """
-        if len(set(kinds)) > 1:
+        if len(set(gradients)) > 1:
             raise InputError(
                 "the loss gave gradients to other parameters on each rank, for example those of the experts "
                 "that its samples chose, and FSDP2 sums those of a shared model only if all ranks have them: "
