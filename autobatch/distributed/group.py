@@ -164,11 +164,15 @@ class Group(Ranks):
     def sum(self, tensors: Sequence[Tensor], act: str) -> None:
         """See `Ranks.sum`."""
         with self.waiting(act):
-            for work in [
-                dist.all_reduce(tensor, group=self.tensor_group(tensor.device), async_op=True)
-                for tensor in tensors
-            ]:
-                work.wait()
+            self._sum(tensors)
+
+    def _sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum in a frame of its own: what it holds would keep failed connections open."""
+        for work in [
+            dist.all_reduce(tensor, group=self.tensor_group(tensor.device), async_op=True)
+            for tensor in tensors
+        ]:
+            work.wait()
 
     def send(self, tensors: Iterable[Tensor]) -> None:
         """See `Ranks.send`."""
