@@ -32,7 +32,6 @@ from autobatch.core.records import Plan, Remedy, Tuning
 from autobatch.core.text import error_text
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import agree_on_limit
-from autobatch.distributed.shared_stream import open_sampler, split_note
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.estimates.hugging_face import estimate_named
 from autobatch.estimates.snapshots import estimate_snapshots
@@ -59,11 +58,11 @@ from autobatch.training.split_check import SHARED, Finding, examine, examine_run
 from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
 from autobatch.workload.contract import Workload, schedule_arguments
-from autobatch.workload.data_digest import DataDigest, check_same_data
+from autobatch.workload.data_digest import DataDigest, check_same_data, digest_of
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.reference import NAMED_MODEL, WorkloadSource, find_workload, is_named_model
 from autobatch.workload.rng import preserved_generators
-from autobatch.workload.streams import length_of_stream
+from autobatch.workload.streams import length_of_stream, open_sampler
 
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
@@ -424,11 +423,12 @@ def _open_to_train(run: Run, workload: Workload) -> Setup:
 
 def _sampler_of(run: Run, setup: Setup) -> GlobalBatchSampler:
     """Return the batches of the run."""
-    if setup.stream is not None:
-        note = split_note(setup.workload.train_data[0], run.ranks)
-        if note is not None:
-            run.progress.note(note)
-    return open_sampler(setup.workload, setup.stream, run.ranks, run.options)
+    if setup.stream is not None and len({*run.ranks.gather(digest_of(setup.workload.train_data[0]))}) > 1:
+        run.progress.note(
+            "the stream begins with another sample on each rank. Rank 0 reads it for all ranks, so it must "
+            "not be split by rank, or only the part of rank 0 is trained"
+        )
+    return open_sampler(setup.workload, setup.stream, run.options, run.ranks.broadcast)
 
 
 def resume_hint(command: str, out: Path) -> str:

@@ -124,11 +124,6 @@ def open_setup(workload: Workload, options: Options, world: int = 1, *, rank: in
     with seeded(options.seed), memory_named("the model was built"):
         # Ranks that share a model get its first values from rank 0.
         on_meta = None if shards is None else built_on_meta(workload)
-        if on_meta is not None:
-            # Only here: importing FSDP takes a second, which a run without it saves.
-            from autobatch.distributed.shard import check_sharding
-
-            check_sharding(on_meta, options.precision)
         model = build_model(workload) if on_meta is None or rank == 0 else on_meta
     sharding = None
     if shards is not None and rank is None:

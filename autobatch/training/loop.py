@@ -112,7 +112,9 @@ class Loop:
                 return
             learning_rate = first_learning_rate(self.train_state.optimizers, batch.index + 1)
             random_state = capture_random_state(random_state)
-            trained = self._train_batch(batch, random_state)
+            # FSDP2 runs its collectives within the loss and its backward pass.
+            with self.engine.ranks.waiting("train the batch"):
+                trained = self._train_batch(batch, random_state)
             if trained is None:
                 return
             result, parts, recovered = trained
@@ -163,15 +165,13 @@ class Loop:
                 raise self._end(batch, self._out_of_memory(error, parts), why) from error
             # Outside of the except block, so that nothing holds the tensors of the failed step.
             is_intact = self._rewind(random_state, is_fatal=outcome.is_fatal)
+            is_intact = not self.engine.ranks.agree(not is_intact)
             # A stream cannot go back to the start of a batch.
-            can_be_drawn_again = not isinstance(self.sampler, StreamSampler)
+            self.can_be_saved = is_intact and not isinstance(self.sampler, StreamSampler)
             if self.engine.request.signal_number is not None:
-                self.can_be_saved = is_intact and can_be_drawn_again
                 return None
-            oom = self.engine.agree_on_oom(outcome._replace(is_intact=is_intact))
-            self.can_be_saved = oom.is_intact and can_be_drawn_again
-            self._shrink(batch, oom)
-            recovered = oom.message
+            self._shrink(batch, outcome, is_intact=is_intact)
+            recovered = outcome.message
             self.oom_recoveries += 1
 
     def _attempt(
@@ -220,8 +220,7 @@ class Loop:
         """Return what an error says about memory; raise it if it says nothing."""
         verdict = classify(error)
         if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and not may_be_suspect):
-            # FSDP2 runs its collectives within the loss and its backward pass.
-            raise self.engine.ranks.explain(error, "train the batch")
+            raise error
         # A rank may have no sample. The fullest micro-batch shrinks; the others are no larger.
         halved = [self.split.halved(part, self.micro_batch) for part in parts]
         return OutOfMemory(
@@ -251,7 +250,7 @@ class Loop:
             return False
         return is_restored
 
-    def _shrink(self, batch: GlobalBatch, oom: OutOfMemory) -> None:
+    def _shrink(self, batch: GlobalBatch, oom: OutOfMemory, *, is_intact: bool) -> None:
         """Set the largest micro-batch for another attempt.
 
         Raises:
@@ -260,7 +259,7 @@ class Loop:
         why = ""
         if oom.is_fatal:
             why = ", in the driver, after which this process cannot continue"
-        elif not oom.is_intact:
+        elif not is_intact:
             changed = "the forward pass changed a large buffer or a frozen weight"
             why = f", where the batch cannot run again, because {changed}"
         if why or not self._can_shrink(oom):

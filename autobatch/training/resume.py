@@ -128,7 +128,7 @@ def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> M
 
     assert folder is not None
     wanted = {name: tuple(form) for name, *form in forms.values()}
-    tensors = read_shards(folder, wanted, loop.train_state.model, loop.train_state.mesh)
+    tensors = read_shards(folder, wanted, loop.train_state.model)
     whole: dict[str, Any] = map_leaves(
         {name: part for name, part in state.items() if name != SHARDED},
         lambda place, leaf: tensors[forms[place][0]] if place in forms else leaf,

@@ -433,18 +433,7 @@ def open_loop(
     )
     with device.session(is_probe=False) as meter, closing(feed):
         seed_everything(options.seed)
-        train_state = _open_train_state(setup, plan, meter, ranks)
-
-        def filler() -> Collated:
-            """Return the first samples, for a rank with fewer micro-batches than others."""
-            ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))
-            return to_device(load_micro_batch(setup.workload, ids), device.torch_device)
-
-        if train_state.mesh is not None:
-            engine: Whole = Shared(ranks, train_state, filler)
-        else:
-            engine = Whole(ranks, train_state)
-            ranks.send([*train_state.model.parameters(), *train_state.model.buffers()])
+        train_state, engine = _open_train_state(setup, plan, meter, ranks)
         if ranks.rank:
             seed_everything(mix_seed(options.seed, ranks.rank))
         loop = Loop(
@@ -468,8 +457,8 @@ def open_loop(
         yield loop
 
 
-def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> TrainState:
-    """Place the model on the device of this rank, and build what its steps need."""
+def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> tuple[TrainState, Whole]:
+    """Place the model on the device of this rank, and build what its steps need, with its engine."""
     meter.mark("setup")
     device = setup.device.torch_device
     if plan.parallel == "shard" and isinstance(ranks, Group):
@@ -482,9 +471,17 @@ def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> T
     meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
     settings = replace(setup, precision=plan.precision, knobs=plan.knobs)
     train_state = build_train_state(setup.workload, model, device, settings, learning_rate=plan.learning_rate)
-    if shared is not None:
-        shared.attach(train_state)
-    return train_state
+    if shared is None:
+        ranks.send([*model.parameters(), *model.buffers()])
+        return train_state, Whole(ranks, train_state)
+    shared.attach(train_state)
+
+    def filler() -> Collated:
+        """Return the first samples, for a rank with fewer micro-batches than others."""
+        ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))
+        return to_device(load_micro_batch(setup.workload, ids), device)
+
+    return train_state, Shared(ranks, train_state, filler)
 
 
 def build_schedules(
