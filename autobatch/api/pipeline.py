@@ -49,13 +49,8 @@ from autobatch.report.words import plural
 from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split, read_sizes
 from autobatch.search.probe import Limit
-from autobatch.training.checkpoint import Loaded, list_checkpoints, step_of
-from autobatch.training.resume import (
-    BEFORE_TRAINING,
-    changes_since_checkpoint,
-    check_same_run,
-    load_run_state,
-)
+from autobatch.training.checkpoint import Loaded, list_checkpoints, load_newest, step_of
+from autobatch.training.resume import BEFORE_TRAINING, changes_since_checkpoint, check_same_run
 from autobatch.training.run import RunInputs, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, move_earlier_run
 from autobatch.training.split_check import SHARED, Finding, examine, examine_run, statistics_notes
@@ -362,7 +357,7 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, RunInputs]:
     options, ranks, progress = run.options, run.ranks, run.progress
     progress.doing(OPENING)
     workload = find_workload(run.workload, options.seed)
-    checkpoint = load_run_state(claim(run, workload.name), ranks)
+    checkpoint = load_newest(claim(run, workload.name) / CHECKPOINTS, ranks)
     for line in checkpoint.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     stored = msgspec.convert(checkpoint.facts["plan"], Plan)

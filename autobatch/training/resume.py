@@ -29,9 +29,8 @@ from autobatch.device.oom import is_oom, memory_named
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.gradients import is_sharded
-from autobatch.training.checkpoint import SHARDED, Loaded, load_newest
+from autobatch.training.checkpoint import SHARDED, Loaded
 from autobatch.training.loop import Loop
-from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import map_leaves
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler
@@ -54,7 +53,7 @@ _BIT_EXACT_KEYS = {
     "gradient_dtype": "--gradient-dtype",
 }
 """Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
-STEPS, SAMPLES = "number of optimizer steps", "number of samples in all of them"
+STEPS, SAMPLES = "number of optimizer steps", "number of samples in these steps"
 """Facts of a run that only some resumes depend on."""
 COUNTERS = ("batches_seen", "steps_applied", "oom_recoveries", "skipped_steps_in_a_row")
 """Counters of a loop, which has fields of the same names."""
@@ -173,16 +172,15 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
 
 
 def _load_buffers(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
-    """Load the buffers that no state dict has, and make those that only a forward pass registers."""
+    """Load all buffers, also those that no state dict has, and make those that a forward pass registers."""
     for full_name, value in state["buffers"].items():
         path, _, name = full_name.rpartition(".")
-        module, is_persistent = model.get_submodule(path), full_name in state["model"]
+        module = model.get_submodule(path)
         buffer = getattr(module, name, None)
-        if buffer is None or not (
-            is_persistent or (buffer.shape == value.shape and buffer.dtype == value.dtype)
-        ):
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            is_persistent = full_name in state["model"]
             module.register_buffer(name, value.to(device, copy=True), persistent=is_persistent)
-        elif not is_persistent:
+        else:
             buffer.copy_(value)
 
 
@@ -207,26 +205,6 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
                 optimizer.state[parameter][name] = value.to(device, copy=True)
 
 
-def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
-    """Load the newest valid checkpoint of a run, the same on all ranks.
-
-    Raises:
-        InputError: the run has no checkpoint, every one is damaged, or the newest is not of a run.
-        DoesNotFitError: the host memory does not suffice to load it.
-    """
-    folder = out / CHECKPOINTS
-    with memory_named(f"a checkpoint, which is intact, was loaded from {folder}"):
-        loaded = load_newest(folder, ranks)
-    if loaded is None:
-        raise InputError(f"--resume found no checkpoint in {folder}: start without --resume")
-    if not isinstance(loaded.state, dict) or not {*COUNTERS} <= {*loaded.state.get("counters", ())}:
-        raise InputError(
-            f"the checkpoint {loaded.path} holds no state of a run: restore it from a copy, or start without "
-            "--resume"
-        )
-    return loaded
-
-
 def run_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
     """Return what tells the batches of a run from those of another, by its name in messages."""
     return {
@@ -246,20 +224,18 @@ def check_same_run(resumed: Loaded, sampler: GlobalBatchSampler, *, is_scheduled
     Raises:
         InputError: they differ; names the difference.
     """
-    before, now = resumed.facts["run"], run_facts(sampler)
     done = resumed.state["counters"]["batches_seen"]
-    names = before.keys() - {STEPS, SAMPLES}
-    if is_scheduled:  # the schedule was built for them
-        names |= {STEPS}
-    if done == before[STEPS]:
-        # The last batch of the run may have been short, and would be full in a longer run.
-        names |= {SAMPLES}
-        now[SAMPLES] = sampler.seen(done)
-    for name in sorted(names):
-        if now[name] != before[name]:
+    before, now = dict(resumed.facts["run"]), run_facts(sampler)
+    # The last batch of the run may have been short, and would be full in a longer run.
+    before[SAMPLES] = min(before[SAMPLES], done * before["--target-batch"])
+    now[SAMPLES] = sampler.seen(done)
+    if not is_scheduled:  # else the schedule was built for them
+        del before[STEPS]
+    for name, known in before.items():
+        if now[name] != known:
             raise InputError(
-                f"{name} {now[name]} does not match the checkpoint {resumed.path}, which has {before[name]}: "
-                "give the same options, data, sampler and autobatch, or start without --resume"
+                f"{name} {now[name]} does not match the checkpoint {resumed.path}, which has {known}: give "
+                "the same options, data, sampler and autobatch, or start without --resume"
             )
     if done > sampler.total:
         raise InputError(

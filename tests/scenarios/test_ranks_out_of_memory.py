@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from autobatch import AutobatchError, Progress
 from autobatch.distributed.group import LaunchedGroup
-from autobatch.training.checkpoint import list_checkpoints
+from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop import Loop
-from autobatch.training.resume import load_run_state, restore_loop
+from autobatch.training.resume import restore_loop
 from autobatch.training.run import train
 from tests.support.detection import detection, scenes
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
@@ -142,7 +142,7 @@ def train_smaller(kind: str, out: str | None, limit: int) -> tuple[Tensor, int]:
     if out is None:
         list(loop.run())
     else:
-        resumed = load_run_state(Path(out), group)
+        resumed = load_newest(Path(out) / "checkpoints", group)
         restore_loop(loop, resumed.state, same_hardware=True, folder=resumed.path)
         train(loop, settings(Path(out), resumed=resumed, **SAVED), Progress())
     parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in loop.train_state.model.parameters()]

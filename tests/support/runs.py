@@ -50,7 +50,6 @@ def resume(out: Path, workload: Workload | None = None, **options: Any) -> tuple
     """Resume a run on the same hardware and train it to its end."""
     loop = open_loop(workload, **options)
     resumed = load_newest(out / "checkpoints")
-    assert resumed is not None
     restore_loop(loop, resumed.state, same_hardware=True)
     return loop, train(loop, settings(out, resumed=resumed), Progress())
 
