@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -51,7 +50,7 @@ from autobatch.search.plan_split import choose_split, read_sizes
 from autobatch.search.probe import Limit
 from autobatch.training.checkpoint import Loaded, list_checkpoints, load_newest, step_of
 from autobatch.training.resume import BEFORE_TRAINING, changes_since_checkpoint, check_same_run
-from autobatch.training.run import RunInputs, train_plan
+from autobatch.training.run import TrainingRun, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, move_earlier_run
 from autobatch.training.split_check import SHARED, Finding, examine, examine_run, statistics_notes
 from autobatch.training.trackers import check_trackers
@@ -275,7 +274,7 @@ def run_command(run: Run) -> Result:
     Raises:
         InputError: an option, the workload, or the content of the run's folder is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
-        AutobatchError: see `autobatch.training.run.train`.
+        AutobatchError: see `TrainingRun.train`.
     """
     agree_on_options(run)
     if run.ranks.rank == 0:
@@ -306,16 +305,16 @@ def fit(run: Run) -> None:
     if run.options.steps is None and run.options.epochs is None:
         run.settle(**({"steps": demo.STEPS} if run.workload is None else {"epochs": 1}))
     with preserved_generators(run.workload):
-        setup, sampler, inputs = (resume if run.options.resume else begin)(run)
+        setup, sampler, training_run = (resume if run.options.resume else begin)(run)
     # The budget is that of the probe, which may be an earlier one.
     setup = replace(setup, device=setup.device.budgeted(run.result.device.budget_bytes))
-    training, model = train_plan(setup, run.plan, sampler, inputs, progress=run.progress, ranks=run.ranks)
+    training, model = train_plan(setup, run.plan, sampler, training_run, run.ranks)
     # Of a model that ranks share, this one has a part only; the file has all of it.
     run.record(training=training, model=None if run.plan.parallel == "shard" else model)
-    write(run, inputs.out)
+    write(run, training_run.out)
 
 
-def begin(run: Run) -> tuple[Setup, GlobalBatchSampler, RunInputs]:
+def begin(run: Run) -> tuple[Setup, GlobalBatchSampler, TrainingRun]:
     """Search, plan and tune for a new run in one process, and open the setup that trains.
 
     Raises:
@@ -345,10 +344,10 @@ def begin(run: Run) -> tuple[Setup, GlobalBatchSampler, RunInputs]:
         check_same_data([info.data, data_of_setup(setup)], ["the probe", "the process that trains"])
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
-    return setup, _sampler_of(run, setup), _inputs(run, info.data)
+    return setup, _sampler_of(run, setup), _training_run(run, info.data)
 
 
-def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, RunInputs]:
+def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, TrainingRun]:
     """Take the stored plan of a run, or plan it again if something has changed that the plan depends on.
 
     Raises:
@@ -392,7 +391,7 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, RunInputs]:
         )
         _plan_again(run, stored, shares=setup.role.shards is not None)
         run.record(tuning=earlier.tuning)
-    return setup, sampler, _inputs(run, data, resumed=checkpoint, is_exact=not changes)
+    return setup, sampler, _training_run(run, data, resumed=checkpoint, is_exact=not changes)
 
 
 def _plan_again(run: Run, stored: Plan, *, shares: bool) -> None:
@@ -407,21 +406,24 @@ def _plan_again(run: Run, stored: Plan, *, shares: bool) -> None:
     run.record(plan=msgspec.structs.replace(run.plan, **{name: getattr(stored, name) for name in rate}))
 
 
-def _inputs(run: Run, data: DataDigest | None, *, resumed: Loaded | None = None, **fields: Any) -> RunInputs:
-    """Return the inputs of a training of these data."""
+def _training_run(
+    run: Run, data: DataDigest | None, *, resumed: Loaded | None = None, is_exact: bool = True
+) -> TrainingRun:
+    """Return the training of these data in the folder of the run."""
     assert run.ranks.out is not None
     before = [] if resumed is None else resumed.facts["notes"]
     records = run.result.to_json(*BEFORE_TRAINING, "profile")
-    return RunInputs(
+    return TrainingRun(
         out=run.ranks.out,
         options=run.options,
+        progress=run.progress,
         resume_hint=resume_hint(run.command, run.ranks.out),
         facts={"records": records, "data": msgspec.to_builtins(data)},
         notes=list(dict.fromkeys([*before, *run.loss_notes])),
         sinks=run.sinks,
         until=run.until,
         resumed=resumed,
-        **fields,
+        is_exact=is_exact,
     )
 
 

@@ -93,7 +93,7 @@ def move_earlier_run(out: Path) -> str | None:
     Returns:
         Its new folder; None if there was no earlier run.
     """
-    names = (CHECKPOINTS, METRICS, TRACKERS, TENSORBOARD, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
+    names = (CHECKPOINTS, OOM_FILE, METRICS, TRACKERS, TENSORBOARD, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
     old = [path for path in (out / name for name in names) if os.path.lexists(path)]
     if not old:
         return None

@@ -136,7 +136,6 @@ def check_validation(loop: Loop) -> list[str]:
 
     with _eval_mode(loop.train_state):
         whole, split = means(batch), means(batch[:cut], batch[cut:]) if len(batch) > 1 else {}
-    loop.device.release()
     tolerance = 1e-4 if loop.train_state.precision == "fp32" else 3e-2
     left_out = (
         "there is no held-out loss, because a WholeBatchLoss depends on the number of samples: give "

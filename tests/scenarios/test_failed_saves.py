@@ -17,12 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch import CheckpointError, DoesNotFitError, Progress
+from autobatch import CheckpointError, DoesNotFitError
 from autobatch.training import checkpoint
 from autobatch.training.checkpoint import begin_after, list_checkpoints
-from autobatch.training.run import train
 from tests.support.checkpoints import is_valid, leftovers, newest, save
-from tests.support.runs import HINT, ActingAfter, open_loop, resume, saved_steps, settings
+from tests.support.runs import HINT, ActingAfter, open_loop, resume, saved_steps, settings, train
 from tests.support.training import fingerprint, make_workload
 
 
@@ -123,7 +122,7 @@ def test_memory_that_runs_out_while_a_checkpoint_is_written_ends_the_run(
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(DoesNotFitError, match=r"while the checkpoint of step 4 was .* earlier .* intact"):
-        train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress())
+        train(open_loop(), settings(tmp_path, checkpoint_every=2))
     # The state of the step is intact, so that a second attempt may write it.
     assert saved_steps(tmp_path) == ([2, 4] if times == 1 else [2])
     assert not leftovers(tmp_path / "checkpoints")

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch import InputError, Loss, Progress
-from autobatch.training.run import train
-from tests.support.runs import open_loop, rows, settings
+from autobatch import InputError, Loss
+from tests.support.runs import open_loop, rows, settings, train
 from tests.support.training import fingerprint, make_workload, points
 
 
@@ -32,9 +31,9 @@ def test_averaged_weights_are_validated_and_exported_and_no_bit_of_the_training_
     data = points(30, seed=1)
     workload = make_workload(model=normalised, validation_data=data, metrics=drawing)
     plain = open_loop(workload)
-    untouched = train(plain, settings(tmp_path / "plain"), Progress())
+    untouched = train(plain, settings(tmp_path / "plain"))
     loop = open_loop(workload, ema=0.5)
-    done = train(loop, settings(tmp_path / "run", validate_every=2), Progress())
+    done = train(loop, settings(tmp_path / "run", validate_every=2))
     assert fingerprint(loop.train_state.model) == fingerprint(plain.train_state.model)
     assert (done.ema, untouched.ema) == (0.5, None)
     found = {row["step"]: row["validation"] for row in rows(tmp_path / "run") if row["validation"]}

@@ -26,10 +26,9 @@ import torch
 from autobatch import Progress
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.resume import restore_loop
-from autobatch.training.run import train
 from autobatch.workload.feed import Feed
 from tests.support.kinds import run_of
-from tests.support.runs import settings
+from tests.support.runs import settings, train
 from tests.support.training import fingerprint, make_loop
 
 STEPS = 40
