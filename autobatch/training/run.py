@@ -225,9 +225,9 @@ class TrainingRun:
         loop = self._loop
         loop.engine.ranks.send(loop.train_state.model.buffers())
         # One rank of a shared model can neither stop alone nor, out of memory, fail with the others.
-        loop.can_be_saved = is_alone = loop.engine.is_alone
+        loop.can_be_saved = loop.engine.is_alone
         with preserved_random_state(), loop.train_state.averaged():
-            metrics = self._validator.run(lambda: is_alone and loop.engine.request.is_asked)
+            metrics = self._validator.run()
         loop.can_be_saved = True
         loop.engine.request.agree(loop.engine.ranks.gather(loop.engine.request.own))
         # A checkpoint must hold the random states of the training, which are restored only here.
