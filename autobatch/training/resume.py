@@ -44,15 +44,6 @@ from autobatch.workload.rng import (
 
 BEFORE_TRAINING = ("device", "probe", "tuning", "title", "memory_curve")
 """Records of the parts before the training, which every checkpoint keeps for a resume."""
-_BIT_EXACT_KEYS = {
-    "device": "device",
-    "device_kind": "kind of device",
-    "total_bytes": "size of its memory",
-    "torch": "torch",
-    "precision": "--precision",
-    "gradient_dtype": "--gradient-dtype",
-}
-"""Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
 STEPS, SAMPLES = "number of optimizer steps", "number of samples in these steps"
 """Facts of a run that only some resumes depend on."""
 COUNTERS = ("batches_seen", "steps_applied", "oom_recoveries", "skipped_steps_in_a_row")
@@ -247,19 +238,13 @@ def check_same_run(resumed: Loaded, sampler: GlobalBatchSampler, *, is_scheduled
 def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, options: Options) -> list[str]:
     """Return the changes that rule out a bit-exact resume, in the user's words; each rank has its own."""
     plan, of_ranks = msgspec.convert(resumed.facts["plan"], Plan), resumed.facts["ranks"]
-    cut = plan.size_cut
+    stored, cut = of_ranks[min(ranks.rank, len(of_ranks) - 1)], plan.size_cut
+    changes = {name: stored.get(name) != value for name, value in device_key(setup).items()}
+    changes["--split"] = options.split not in ("auto", plan.split)
     sizes = None if cut is None else setup.worst_case.sizes()
-    changes = {
-        "--split": options.split not in ("auto", plan.split),
-        "sizes of the samples": cut is not None and (sizes is None or digest_of(sizes) != cut.digest),
-        "--parallel": setup.role.shards != (plan.world_size if plan.parallel == "shard" else None),
-        "number of ranks": len(of_ranks) != ranks.world,
-    }
-    if len(of_ranks) == ranks.world:
-        key, stored = device_key(setup), of_ranks[ranks.rank]
-        changes |= {name: stored.get(entry) != key.get(entry) for entry, name in _BIT_EXACT_KEYS.items()}
-        # What the user gave, and not what is free now, which differs each time.
-        is_less = setup.device.budget_bytes < resumed.facts["records"]["device"]["budget_bytes"]
-        changes["--memory-budget"] = options.memory_budget is not None and is_less
-        changes["--max-micro-batch"] = (options.max_micro_batch or plan.micro_batch) < plan.micro_batch
+    changes["sizes of the samples"] = cut is not None and (sizes is None or digest_of(sizes) != cut.digest)
+    # What the user gave, and not what is free now, which differs each time.
+    is_less = setup.device.budget_bytes < resumed.facts["records"]["device"]["budget_bytes"]
+    changes["--memory-budget"] = options.memory_budget is not None and is_less
+    changes["--max-micro-batch"] = (options.max_micro_batch or plan.micro_batch) < plan.micro_batch
     return [name for name, is_changed in changes.items() if is_changed]

@@ -8,7 +8,7 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from autobatch.core.records import Plan, StepRecord, Training
 from autobatch.core.signals import counts_as, stop_on_signals
 from autobatch.core.version import versions
 from autobatch.device.base import Meter
-from autobatch.device.oom import first_line, memory_named
+from autobatch.device.oom import memory_named
 from autobatch.distributed.engine import Shared, Whole
 from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
@@ -242,12 +242,8 @@ class TrainingRun:
         """
         loop, out = self._loop, self.out
         if isinstance(error, DoesNotFitError | RestartSmallerError) and loop.can_be_saved:
-            try:
+            with suppress(Exception):  # the error of the run counts, whatever this one is
                 self._save_if_needed()
-            except Exception as failure:  # the error of the run counts, whatever this one is
-                error.add_note(
-                    f"no checkpoint of step {loop.batches_seen} could be written: {first_line(failure)}"
-                )
         if isinstance(error, RestartSmallerError):
             write_atomic(out / OOM_FILE, msgspec.json.encode({"micro_batch": loop.micro_batch}))
         if list_checkpoints(out / CHECKPOINTS):
