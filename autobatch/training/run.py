@@ -48,11 +48,10 @@ from autobatch.training.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from autobatch.training.export import export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import Metrics, Sink, Until, rewind_metrics, totals_of
 from autobatch.training.resume import capture_loop, restore_loop, run_facts
-from autobatch.training.run_folder import CHECKPOINTS, OOM_FILE
+from autobatch.training.run_folder import CHECKPOINTS, OOM_FILE, export_weights
 from autobatch.training.split_check import check_batch_norms
 from autobatch.training.trackers import open_trackers
 from autobatch.training.validation import Validator, check_validation
