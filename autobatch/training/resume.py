@@ -44,7 +44,7 @@ from autobatch.workload.rng import (
 
 BEFORE_TRAINING = ("device", "probe", "tuning", "title", "memory_curve")
 """Records of the parts before the training, which every checkpoint keeps for a resume."""
-STEPS, SAMPLES = "number of optimizer steps", "number of samples in these steps"
+STEPS, SAMPLES = "number of optimizer steps", "number of samples in the steps so far"
 """Facts of a run that only some resumes depend on."""
 COUNTERS = ("batches_seen", "steps_applied", "oom_recoveries", "skipped_steps_in_a_row")
 """Counters of a loop, which has fields of the same names."""
@@ -217,9 +217,9 @@ def check_same_run(resumed: Loaded, sampler: GlobalBatchSampler, *, is_scheduled
     """
     done = resumed.state["counters"]["batches_seen"]
     before, now = dict(resumed.facts["run"]), run_facts(sampler)
-    # The last batch of the run may have been short, and would be full in a longer run.
+    # The last batch of a run may have been short, and would be full in a longer run. A shorter run has fewer.
     before[SAMPLES] = min(before[SAMPLES], done * before["--target-batch"])
-    now[SAMPLES] = sampler.seen(done)
+    now[SAMPLES] = sampler.seen(min(done, sampler.total))
     if not is_scheduled:  # else the schedule was built for them
         del before[STEPS]
     for name, known in before.items():
@@ -228,11 +228,6 @@ def check_same_run(resumed: Loaded, sampler: GlobalBatchSampler, *, is_scheduled
                 f"{name} {now[name]} does not match the checkpoint {resumed.path}, which has {known}: give "
                 "the same options, data, sampler and autobatch, or start without --resume"
             )
-    if done > sampler.total:
-        raise InputError(
-            f"this run has {sampler.total} optimizer steps, but the checkpoint {resumed.path} has taken "
-            f"{done} already: give the same --steps or --epochs, or more"
-        )
 
 
 def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, options: Options) -> list[str]:

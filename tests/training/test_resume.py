@@ -132,7 +132,10 @@ def decaying(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         ({"train_data": points(23)}, "number of training samples 23 does not match .*, which has 24"),
         ({"train_data": points(seed=1)}, "of this run are not those of the checkpoint .*PYTHONHASHSEED=0"),
         ({"sampler": range(24)}, "order of the sampler .* does not match the checkpoint"),
-        ({"steps": 1}, "this run has 1 optimizer steps, but the checkpoint .* has taken 2 already"),
+        (
+            {"steps": 1},
+            "number of samples in the steps so far 8 does not match the checkpoint .*, which has 16",
+        ),
         ({"schedule": decaying, "steps": 9}, "number of optimizer steps 9 does not match .*, which has 2"),
         ({"model": lambda: nn.Linear(5, 3).double()}, "another model, optimizer or schedule"),
     ],

@@ -104,13 +104,24 @@ def test_a_validation_out_of_memory_leaves_a_checkpoint_of_its_step(tmp_path: Pa
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
-def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    class Odd(torch.optim.lr_scheduler.StepLR):
-        def state_dict(self):
-            return {**super().state_dict(), "odd": object()}
+class Odd:
+    pass
 
-    loop = open_loop(make_workload(schedule=lambda optimizer, steps: Odd(optimizer, 1)))
-    with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
+
+class OddTensor(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("make", [Odd, lambda: len, lambda: torch.ones(2).as_subclass(OddTensor)])
+def test_state_that_is_read_by_executing_code_is_refused_before_the_first_step(
+    make: Any, tmp_path: Path
+) -> None:
+    class Keeping(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self):
+            return {**super().state_dict(), "odd": [(make(),)]}
+
+    loop = open_loop(make_workload(schedule=lambda optimizer, steps: Keeping(optimizer, 1)))
+    with pytest.raises(InputError, match=r"schedules cannot be kept .*(test_run\.Odd|builtins\.len)"):
         train(loop, settings(tmp_path))
     assert loop.batches_seen == 0
 
