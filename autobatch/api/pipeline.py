@@ -49,11 +49,11 @@ from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split, read_sizes
 from autobatch.search.probe import Limit
 from autobatch.training.checkpoint import Loaded, list_checkpoints, load_newest, step_of
+from autobatch.training.metrics import check_trackers
 from autobatch.training.resume import BEFORE_TRAINING, changes_since_checkpoint, check_same_run
 from autobatch.training.run import TrainingRun, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, move_earlier_run
 from autobatch.training.split_check import SHARED, Finding, examine, examine_run, statistics_notes
-from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
 from autobatch.workload.contract import Workload, schedule_arguments
 from autobatch.workload.data_digest import DataDigest, check_same_data

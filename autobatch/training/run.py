@@ -49,11 +49,10 @@ from autobatch.training.checkpoint import (
     step_of,
 )
 from autobatch.training.loop import Loop
-from autobatch.training.metrics import Metrics, Sink, Until, rewind_metrics, totals_of
+from autobatch.training.metrics import Metrics, Sink, Until, open_trackers, rewind_metrics, totals_of
 from autobatch.training.resume import capture_loop, restore_loop, run_facts
 from autobatch.training.run_folder import CHECKPOINTS, OOM_FILE, export_weights
 from autobatch.training.split_check import check_batch_norms
-from autobatch.training.trackers import open_trackers
 from autobatch.training.validation import Validator, check_validation
 from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch

@@ -19,7 +19,7 @@ from autobatch.core.files import AVERAGED_WEIGHTS, METRICS, REPORT, RESULT, WEIG
 from autobatch.core.text import error_text
 from autobatch.distributed.engine import Whole
 from autobatch.step.train_state import TrainState
-from autobatch.training.trackers import TENSORBOARD, TRACKERS
+from autobatch.training.metrics import TENSORBOARD, TRACKERS
 
 RUNS = Path("runs")
 LOCK = ".lock"
