@@ -180,12 +180,12 @@ def _sums_of(loop: Loop, ids: range) -> Sums | str:
                     with user_code("loss", workload.loss):
                         terms = terms_of(train_state.run(workload.loss, micro_batch))
                         for name, term in terms.items():
-                            sums[LOSS, name] = _total_and_count(name or LOSS, term, len(ids))
+                            sums[LOSS, name] = _total_and_count(term, len(ids))
                 if workload.metrics is not None:
                     with user_code("metrics", workload.metrics):
                         metrics = train_state.run(workload.metrics, micro_batch)
                         for name, value in _named(metrics).items():
-                            sums[METRIC, name] = _total_and_count(name, value, len(ids))
+                            sums[METRIC, name] = _total_and_count(value, len(ids))
             return sums
     except Exception as error:
         if classify(error) is Verdict.MEMORY:
@@ -218,21 +218,8 @@ def _named(metrics: object) -> Mapping[str, Tensor | Loss]:
     )
 
 
-def _total_and_count(name: str, value: Tensor | Loss, size: int) -> tuple[float, float]:
-    """Return the total of a metric and the number of its items, which is finite and at least 0."""
-    try:
-        if isinstance(value, Loss):
-            total, count = float(value.total), float(value.count)
-        else:
-            total, count = float(value) * size, float(size)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"the validation metric {name!r} must be a 0-d tensor, a number or a Loss, found "
-            f"{kind_of(value)} ({error})"
-        ) from error
-    if not 0 <= count < math.inf:
-        raise InputError(
-            f"the count of the validation metric {name!r} must be finite and at least 0, found {count:g} for "
-            f"{size} samples: return the number of items that its total sums over"
-        )
-    return total, count
+def _total_and_count(value: Tensor | Loss, size: int) -> tuple[float, float]:
+    """Return the total of a metric of so many samples, and the number of its items."""
+    if isinstance(value, Loss):
+        return float(value.total), float(value.count)
+    return float(value) * size, float(size)
