@@ -37,8 +37,8 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import is_sharded
 from autobatch.workload.nested import map_leaves
 
-SCHEMA = 8
-"""Format of checkpoints; 8 keeps the facts of the run under their names in messages."""
+SCHEMA = 9
+"""Format of checkpoints; 9 keeps the facts of the run and of its ranks under their names in messages."""
 MANIFEST = "manifest.json"
 STATE = "state.pt"
 SHARDED = "sharded"
@@ -57,18 +57,18 @@ def check_savable(state: Mapping[str, Any]) -> None:
         return torch.empty_like(leaf, device="meta") if is_plain and not leaf.is_quantized else leaf
 
     for part, value in _without_shards(state)[0].items():
-        file, reason = io.BytesIO(), ""
+        file = io.BytesIO()
         try:
             torch.save(map_leaves(value, emptied), file)
             file.seek(0)
-            reason = ", ".join(get_unsafe_globals_in_checkpoint(file))
+            reasons = get_unsafe_globals_in_checkpoint(file)
         except Exception as error:  # of many kinds, as objects have their own ways to be saved
-            reason = first_line(error)
-        if reason:
+            reasons = [first_line(error)]
+        if reasons:
             raise InputError(
                 f"the state of the workload's {part} cannot be kept in a checkpoint, which is read without "
-                f"executing code, found {reason}: keep only numbers, text, tensors and lists, tuples, sets "
-                "and dicts of them"
+                f"executing code, found {', '.join(reasons)}: keep only numbers, text, tensors and lists, "
+                "tuples, sets and dicts of them"
             )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from autobatch import InputError
 from autobatch.training.checkpoint import (
     MANIFEST,
+    SCHEMA,
     STATE,
     begin_after,
     check_savable,
@@ -83,8 +84,8 @@ def test_a_file_that_is_cut_missing_or_planted_is_detected(tmp_path: Path) -> No
         shutil.rmtree(tmp_path)
         save(tmp_path, 2)
     content = (path / MANIFEST).read_text()
-    (path / MANIFEST).write_text(content.replace('"schema": 8', '"schema": 5'))
-    with pytest.raises(InputError, match="has format 5, and this version reads 8"):
+    (path / MANIFEST).write_text(content.replace(f'"schema": {SCHEMA}', '"schema": 5'))
+    with pytest.raises(InputError, match="has format 5, and this version reads"):
         load_newest(tmp_path)
 
 
