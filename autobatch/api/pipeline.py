@@ -55,7 +55,7 @@ from autobatch.training.run import TrainingRun, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, move_earlier_run
 from autobatch.training.split_check import SHARED, Finding, examine, examine_run, statistics_notes
 from autobatch.workload import demo
-from autobatch.workload.contract import Workload, schedule_arguments
+from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.reference import NAMED_MODEL, WorkloadSource, find_workload, is_named_model
@@ -367,9 +367,7 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, TrainingRun]:
     shares = stored.parallel == "shard" and options.parallel != "replicate"
     setup = _open_to_train(run, workload, ranks.world if shares and ranks.world > 1 else None)
     sampler = _sampler_of(run, setup)
-    schedule = setup.workload.schedule
-    scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
-    check_same_run(checkpoint, sampler, is_scheduled=scheduled)
+    check_same_run(checkpoint, setup, sampler)
     data = data_of_setup(setup)
     check_data_of_ranks(data, ranks, checkpoint)
     own_changes = changes_since_checkpoint(checkpoint, setup, ranks, options)

@@ -31,6 +31,7 @@ from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.gradients import is_sharded
 from autobatch.training.checkpoint import SHARDED, Loaded
 from autobatch.training.loop import Loop
+from autobatch.workload.contract import schedule_arguments
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import map_leaves
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler
@@ -44,8 +45,7 @@ from autobatch.workload.rng import (
 
 BEFORE_TRAINING = ("device", "probe", "tuning", "title", "memory_curve")
 """Records of the parts before the training, which every checkpoint keeps for a resume."""
-STEPS, SAMPLES = "number of optimizer steps", "number of samples in the steps so far"
-"""Facts of a run that only some resumes depend on."""
+SAMPLES = "number of samples in the steps so far"
 COUNTERS = ("batches_seen", "steps_applied", "oom_recoveries", "skipped_steps_in_a_row")
 """Counters of a loop, which has fields of the same names."""
 
@@ -153,11 +153,8 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
         _load_optimizer(optimizer, saved)
     for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
         schedule.load_state_dict(saved)
-    average, averages = train_state.average, state["average"]
-    if (average and average.decay) != (averages and averages["decay"]):
-        raise InputError("--ema is not that of the resumed run: give the same, or start without --resume")
-    if average is not None:
-        average.load_state_dict(averages)
+    if train_state.average is not None:
+        train_state.average.load_state_dict(state["average"])
     if state["scaler"]:
         train_state.scaler.load_state_dict(state["scaler"])
 
@@ -196,37 +193,38 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
                 optimizer.state[parameter][name] = value.to(device, copy=True)
 
 
-def run_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
-    """Return what tells the batches of a run from those of another, by its name in messages."""
+def run_facts(setup: Setup, sampler: GlobalBatchSampler) -> dict[str, Any]:
+    """Return what tells the steps of a run from those of another, by its name in messages."""
+    schedule = setup.workload.schedule
+    is_scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
     return {
         "--target-batch": sampler.target_batch,
         "--seed": sampler.seed,
+        "--ema": setup.ema,
         "version of the data order": ORDER_VERSION,
         "number of training samples": sampler.samples,
         "order of the sampler": None if sampler.order is None else digest_of(sampler.order(0)),
-        STEPS: sampler.total,
+        "number of optimizer steps of the schedule": sampler.total if is_scheduled else None,
         SAMPLES: sampler.seen(sampler.total),
     }
 
 
-def check_same_run(resumed: Loaded, sampler: GlobalBatchSampler, *, is_scheduled: bool) -> None:
-    """Check that the remaining batches are those of the interrupted run.
+def check_same_run(resumed: Loaded, setup: Setup, sampler: GlobalBatchSampler) -> None:
+    """Check that the remaining steps are those of the interrupted run.
 
     Raises:
         InputError: they differ; names the difference.
     """
     done = resumed.state["counters"]["batches_seen"]
-    before, now = dict(resumed.facts["run"]), run_facts(sampler)
+    before, now = dict(resumed.facts["run"]), run_facts(setup, sampler)
     # The last batch of a run may have been short, and would be full in a longer run. A shorter run has fewer.
     before[SAMPLES] = min(before[SAMPLES], done * before["--target-batch"])
     now[SAMPLES] = sampler.seen(min(done, sampler.total))
-    if not is_scheduled:  # else the schedule was built for them
-        del before[STEPS]
-    for name, known in before.items():
-        if now[name] != known:
+    for name, value in now.items():
+        if value != before[name]:
             raise InputError(
-                f"{name} {now[name]} does not match the checkpoint {resumed.path}, which has {known}: give "
-                "the same options, data, sampler and autobatch, or start without --resume"
+                f"{name} {value} does not match the checkpoint {resumed.path}, which has {before[name]}: "
+                "give the same options, data, sampler and autobatch, or start without --resume"
             )
 
 

@@ -356,7 +356,7 @@ def train_plan(
         run.facts |= {
             "plan": msgspec.to_builtins(plan),
             "sample_seeds": loop.feed.seeds_samples,
-            "run": run_facts(sampler),
+            "run": run_facts(setup, sampler),
             "versions": versions(),
             "ranks": ranks.gather(device_key(setup)),
         }
