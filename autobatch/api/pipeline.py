@@ -45,19 +45,14 @@ from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split, read_sizes
 from autobatch.search.probe import Limit
-from autobatch.training.checkpoint import list_checkpoints, step_of
-from autobatch.training.resume import (
-    BEFORE_TRAINING,
-    changes_since_checkpoint,
-    check_same_run,
-    load_run_state,
-)
-from autobatch.training.run import RunInputs, train_plan
+from autobatch.training.checkpoint import list_checkpoints, load_newest, step_of
+from autobatch.training.metrics import check_trackers
+from autobatch.training.resume import BEFORE_TRAINING, changes_since_checkpoint, check_same_run
+from autobatch.training.run import TrainingRun, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, move_earlier_run
 from autobatch.training.split_check import SHARED, Finding, examine, examine_run, statistics_notes
-from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
-from autobatch.workload.contract import Workload, schedule_arguments
+from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import DataDigest, check_same_data, digest_of
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.reference import NAMED_MODEL, WorkloadSource, find_workload, is_named_model
@@ -92,7 +87,7 @@ def run_command(run: Run) -> Result:
     Raises:
         InputError: an option, the workload, or the content of the run's folder is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
-        AutobatchError: see `autobatch.training.run.train`.
+        AutobatchError: see `TrainingRun.train`.
     """
     agree_on_options(run)
     if run.ranks.rank == 0:
@@ -304,9 +299,10 @@ def fit(run: Run) -> None:
         setup, sampler, data = (resume if run.options.resume else begin)(run)
     out, resumed = run.ranks.out, run.checkpoint
     assert out is not None
-    inputs = RunInputs(
+    training_run = TrainingRun(
         out=out,
         options=run.options,
+        progress=run.progress,
         resume_hint=resume_hint(run.command, out),
         facts={
             "records": run.result.to_json(*BEFORE_TRAINING, "profile"),
@@ -320,7 +316,7 @@ def fit(run: Run) -> None:
     )
     # The budget is that of the probe, which may be an earlier one.
     setup = replace(setup, device=setup.device.budgeted(run.result.device.budget_bytes))
-    training, model = train_plan(setup, run.plan, sampler, inputs, progress=run.progress, ranks=run.ranks)
+    training, model = train_plan(setup, run.plan, sampler, training_run, run.ranks)
     # Of a model that ranks share, this one has a part only; the file has all of it.
     run.record(training=training, model=None if run.plan.parallel == "shard" else model)
     write(run, out)
@@ -367,7 +363,7 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
     ranks, progress = run.ranks, run.progress
     progress.doing(OPENING)
     workload = find_workload(run.workload, run.options.seed)
-    run.checkpoint = checkpoint = load_run_state(claim(run, workload.name), ranks)
+    run.checkpoint = checkpoint = load_newest(claim(run, workload.name) / CHECKPOINTS, ranks)
     for line in checkpoint.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     stored = msgspec.convert(checkpoint.facts["plan"], Plan)
@@ -379,9 +375,7 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
         run.settle(parallel=stored.parallel or "replicate")
     setup = _open_to_train(run, workload)
     sampler = _sampler_of(run, setup)
-    schedule = setup.workload.schedule
-    scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
-    check_same_run(checkpoint, sampler, is_scheduled=scheduled)
+    check_same_run(checkpoint, setup, sampler)
     data = data_of_setup(setup)
     check_data_of_ranks(data, ranks, checkpoint)
     own_changes = changes_since_checkpoint(checkpoint, setup, ranks, run.options)
