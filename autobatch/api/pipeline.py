@@ -32,7 +32,6 @@ from autobatch.core.records import Plan, Remedy, Tuning
 from autobatch.core.text import error_text
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import agree_on_limit
-from autobatch.distributed.shared_stream import open_sampler, split_note
 from autobatch.estimates.estimator import estimate_limits, in_words, suggest
 from autobatch.estimates.hugging_face import open_named
 from autobatch.estimates.snapshots import estimate_snapshots
@@ -45,24 +44,19 @@ from autobatch.report.result import Estimates, Result, load_run
 from autobatch.search.find_limit import find_limit
 from autobatch.search.plan_split import choose_split, read_sizes
 from autobatch.search.probe import Limit
-from autobatch.training.checkpoint import list_checkpoints, step_of
-from autobatch.training.resume import (
-    BEFORE_TRAINING,
-    changes_since_checkpoint,
-    check_same_run,
-    load_run_state,
-)
-from autobatch.training.run import RunInputs, train_plan
+from autobatch.training.checkpoint import list_checkpoints, load_newest, step_of
+from autobatch.training.metrics import check_trackers
+from autobatch.training.resume import BEFORE_TRAINING, changes_since_checkpoint, check_same_run
+from autobatch.training.run import TrainingRun, train_plan
 from autobatch.training.run_folder import CHECKPOINTS, move_earlier_run
 from autobatch.training.split_check import SHARED, Finding, examine, examine_run, statistics_notes
-from autobatch.training.trackers import check_trackers
 from autobatch.workload import demo
-from autobatch.workload.contract import Workload, schedule_arguments
-from autobatch.workload.data_digest import DataDigest, check_same_data
+from autobatch.workload.contract import Workload
+from autobatch.workload.data_digest import DataDigest, check_same_data, digest_of
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.reference import NAMED_MODEL, WorkloadSource, find_workload, is_named_model
 from autobatch.workload.rng import preserved_generators
-from autobatch.workload.streams import length_of_stream
+from autobatch.workload.streams import length_of_stream, open_sampler
 
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
@@ -94,7 +88,7 @@ def run_command(run: Run) -> Result:
     Raises:
         InputError: an option, the workload, or the content of the run's folder is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
-        AutobatchError: see `autobatch.training.run.train`.
+        AutobatchError: see `TrainingRun.train`.
     """
     agree_on_options(run)
     if run.ranks.rank == 0:
@@ -306,9 +300,10 @@ def fit(run: Run) -> None:
         setup, sampler, data = (resume if run.options.resume else begin)(run)
     out, resumed = run.ranks.out, run.checkpoint
     assert out is not None
-    inputs = RunInputs(
+    training_run = TrainingRun(
         out=out,
         options=run.options,
+        progress=run.progress,
         resume_hint=resume_hint(run.command, out),
         facts={
             "records": run.result.to_json(*BEFORE_TRAINING, "profile"),
@@ -322,7 +317,7 @@ def fit(run: Run) -> None:
     )
     # The budget is that of the probe, which may be an earlier one.
     setup = replace(setup, device=setup.device.budgeted(run.result.device.budget_bytes))
-    training, model = train_plan(setup, run.plan, sampler, inputs, progress=run.progress, ranks=run.ranks)
+    training, model = train_plan(setup, run.plan, sampler, training_run, run.ranks)
     # Of a model that ranks share, this one has a part only; the file has all of it.
     run.record(training=training, model=None if run.plan.parallel == "shard" else model)
     write(run, out)
@@ -369,7 +364,7 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
     ranks, progress = run.ranks, run.progress
     progress.doing(OPENING)
     workload = find_workload(run.workload, run.options.seed)
-    run.checkpoint = checkpoint = load_run_state(claim(run, workload.name), ranks)
+    run.checkpoint = checkpoint = load_newest(claim(run, workload.name) / CHECKPOINTS, ranks)
     for line in checkpoint.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     stored = msgspec.convert(checkpoint.facts["plan"], Plan)
@@ -381,9 +376,7 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
         run.settle(parallel=stored.parallel or "replicate")
     setup = _open_to_train(run, workload)
     sampler = _sampler_of(run, setup)
-    schedule = setup.workload.schedule
-    scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
-    check_same_run(checkpoint, sampler, is_scheduled=scheduled)
+    check_same_run(checkpoint, setup, sampler)
     data = data_of_setup(setup)
     check_data_of_ranks(data, ranks, checkpoint)
     own_changes = changes_since_checkpoint(checkpoint, setup, ranks, run.options)
@@ -425,11 +418,12 @@ def _open_to_train(run: Run, workload: Workload) -> Setup:
 
 def _sampler_of(run: Run, setup: Setup) -> GlobalBatchSampler:
     """Return the batches of the run."""
-    if setup.stream is not None:
-        note = split_note(setup.workload.train_data[0], run.ranks)
-        if note is not None:
-            run.progress.note(note)
-    return open_sampler(setup.workload, setup.stream, run.ranks, run.options)
+    if setup.stream is not None and len({*run.ranks.gather(digest_of(setup.workload.train_data[0]))}) > 1:
+        run.progress.note(
+            "the stream begins with another sample on each rank. Rank 0 reads it for all ranks, so it must "
+            "not be split by rank, or only the part of rank 0 is trained"
+        )
+    return open_sampler(setup.workload, setup.stream, run.options, run.ranks.broadcast)
 
 
 def resume_hint(command: str, out: Path) -> str:

@@ -43,25 +43,30 @@ from autobatch.workload.rng import preserved_random_state
 TOGETHER_BYTES = 4 * MiB
 """Most bytes of the small gradients, which are copied to travel. The activations that are free by then had
 more."""
-DENSE, SPARSE = 1, 2
-"""Kinds of a gradient; 0 for none."""
 
 
-def bring_to_host(totals: StepTotals) -> StepTotals:
+def bring_to_host(totals: StepTotals) -> None:
     """Replace the sums of a rank that are on its device by numbers, which can be sent."""
     totals.loss, count, *read = read_numbers([totals.loss, totals.count, *numbers_of_terms(totals)])
     totals.count = None if totals.count is None else count
     for term, own, count in zip(totals.terms.values(), read[::2], read[1::2], strict=True):
         term.loss, term.count = own, count
-    return totals
 
 
-def kinds_of(gradients: Gradients) -> bytes:
-    """Return the kind of the gradient of each parameter."""
-    return bytes(
-        0 if gradient is None else SPARSE if gradient.is_sparse else DENSE
-        for _, gradient in gradients.by_parameter()
-    )
+def present(gradients: Gradients) -> bytes:
+    """Return for each parameter whether it has a gradient.
+
+    Raises:
+        InputError: a gradient is sparse.
+    """
+    pairs = gradients.by_parameter()
+    for parameter, gradient in pairs:
+        if gradient is not None and gradient.is_sparse:
+            raise InputError(
+                f"ranks sum no sparse gradients, and a parameter of shape {tuple(parameter.shape)} has one: "
+                "use sparse=False in its embedding, or one rank"
+            )
+    return bytes(gradient is not None for _, gradient in pairs)
 
 
 def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
@@ -88,34 +93,25 @@ def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
 
 
 def sum_gradients(ranks: Ranks, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
-    """Sum the gradients over the ranks in place, given the kinds that each rank has.
-
-    Raises:
-        InputError: a gradient is sparse.
-    """
-    small, large = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list), list[Tensor]()
-    dense = list[Tensor]()
-    for (parameter, gradient), *kinds in zip(gradients.by_parameter(), *of_ranks, strict=True):
-        if SPARSE in kinds:
-            raise InputError(
-                f"ranks sum no sparse gradients, and a parameter of shape {tuple(parameter.shape)} has one: "
-                "use sparse=False in its embedding, or one rank"
-            )
-        if any(kinds):
-            dense.append(gradients.new_zeros(parameter) if gradient is None else gradient)
-    room = TOGETHER_BYTES
-    for gradient in sorted(dense, key=Tensor.numel):
+    """Sum the gradients over the ranks in place, given for each rank which ones are `present`."""
+    dense = [
+        gradients.new_zeros(parameter) if gradient is None else gradient
+        for (parameter, gradient), *is_present in zip(gradients.by_parameter(), *of_ranks, strict=True)
+        if any(is_present)
+    ]
+    together, room = defaultdict[object, list[Tensor]](list), TOGETHER_BYTES
+    for number, gradient in enumerate(sorted(dense, key=Tensor.numel)):
         room -= gradient.nbytes
-        (small[gradient.dtype, gradient.device] if room >= 0 else large).append(gradient)
-    joined = [torch.cat([gradient.flatten() for gradient in own]) for own in small.values()]
-    whole = [gradient.contiguous() for gradient in large]
-    ranks.sum([*joined, *whole], "sum the gradients")
-    for own, tensor in zip(small.values(), joined, strict=True):
-        parts = torch.split(tensor, [gradient.numel() for gradient in own])
-        torch._foreach_copy_(own, [part.view(g.shape) for part, g in zip(parts, own, strict=True)])
-    for gradient, tensor in zip(large, whole, strict=True):
-        if gradient is not tensor:
-            gradient.copy_(tensor)
+        together[(gradient.dtype, gradient.device) if room >= 0 else number].append(gradient)
+    whole = [
+        own[0].contiguous() if len(own) == 1 else torch.cat([gradient.flatten() for gradient in own])
+        for own in together.values()
+    ]
+    ranks.sum(whole, "sum the gradients")
+    for own, tensor in zip(together.values(), whole, strict=True):
+        if tensor is not own[0]:
+            parts = torch.split(tensor.flatten(), [gradient.numel() for gradient in own])
+            torch._foreach_copy_(own, [part.view(g.shape) for part, g in zip(parts, own, strict=True)])
 
 
 class DroppedError(AutobatchError):
@@ -128,10 +124,8 @@ class OutOfMemory(NamedTuple):
     message: str
     is_fatal: bool = False
     """True if this process cannot continue after it."""
-    is_intact: bool = True
-    """True if the state is that before the batch."""
     size: int = 0
-    """Samples of the micro-batch that ran; 0 if memory ran out on other ranks only."""
+    """Samples of the micro-batch that ran; 0 if this rank leaves for another reason."""
     smaller: int = 0
     """Largest micro-batch for the next try."""
 
@@ -173,49 +167,43 @@ class Whole:
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """Sum gradients and totals over the ranks, unless one of them ran out of memory and has none.
 
-        Every rank gets the totals of the batch, or an `OutOfMemory`.
+        Every rank gets the totals of the batch, or the same `OutOfMemory`: the one with the least size.
         """
         if self.ranks.world == 1:
             return outcome
-        own = None
-        if not isinstance(outcome, OutOfMemory):
-            own = bring_to_host(outcome), kinds_of(train_state.gradients), self._squares(train_state)
-        gathered = self.ranks.gather((self.request.own, own))
-        self.request.agree(signal for signal, _ in gathered)
-        of_ranks = [sums for _, sums in gathered if sums is not None]
-        if isinstance(outcome, OutOfMemory) or len(of_ranks) < len(gathered):
-            return outcome if isinstance(outcome, OutOfMemory) else OutOfMemory("")
-        totals, kinds, squares = map(list, zip(*of_ranks, strict=True))
-        sum_totals(outcome, totals)
-        self._sum(train_state, outcome, kinds, squares)
-        return outcome
-
-    def _squares(self, train_state: TrainState) -> list[float]:
-        """Return the squared norm of the gradients of each optimizer, of which this rank has a part."""
-        return []
+        if isinstance(outcome, StepTotals):
+            bring_to_host(outcome)
+        message = self.request.own, outcome, present(train_state.gradients)
+        signals, of_ranks, gradients = zip(*self.ranks.gather(message), strict=True)
+        self.request.agree(signals)
+        errors = [(own.size, rank, own) for rank, own in enumerate(of_ranks) if isinstance(own, OutOfMemory)]
+        if isinstance(outcome, StepTotals) and not errors:
+            sum_totals(outcome, of_ranks)
+            self._sum(train_state, outcome, of_ranks, gradients)
+            return outcome
+        # A rank that only leaves has no size.
+        failed = [error for error in errors if error[0]]
+        if not failed:
+            return OutOfMemory("")
+        _, rank, worst = min(failed)
+        return worst._replace(
+            message=f"rank {rank}: {worst.message}",
+            is_fatal=any(error.is_fatal for *_, error in failed),
+            smaller=min(error.smaller for *_, error in failed),
+        )
 
     def _sum(
-        self, train_state: TrainState, totals: StepTotals, kinds: list[bytes], squares: list[list[float]]
+        self,
+        train_state: TrainState,
+        totals: StepTotals,
+        of_ranks: Sequence[StepTotals],
+        gradients: Sequence[bytes],
     ) -> None:
         """Sum the gradients, or their norms, over the ranks."""
         if not totals.sizes:
             # A loss scale begins with its first use, which a rank without samples does not have.
             train_state.scaler.scale(torch.zeros((), device=train_state.device))
-        sum_gradients(self.ranks, train_state.gradients, kinds)
-
-    def agree_on_oom(self, oom: OutOfMemory) -> OutOfMemory:
-        """Return the out-of-memory error of all ranks, after each has undone the batch."""
-        if self.ranks.world == 1:
-            return oom
-        of_ranks = self.ranks.gather(oom)
-        failed = [rank for rank, error in enumerate(of_ranks) if error.size]
-        worst = min(failed, key=lambda rank: (of_ranks[rank].size, rank))
-        return of_ranks[worst]._replace(
-            message=f"rank {worst}: {of_ranks[worst].message}",
-            is_fatal=any(error.is_fatal for error in of_ranks),
-            is_intact=all(error.is_intact for error in of_ranks),
-            smaller=min(of_ranks[rank].smaller for rank in failed),
-        )
+        sum_gradients(self.ranks, train_state.gradients, gradients)
 
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
         """Return the state dict of the model with whole tensors; empty on the ranks that write no file."""
@@ -251,31 +239,37 @@ class Shared(Whole):
                 yield self._make(), 0
         self._buffers.restore()
 
-    def _squares(self, train_state: TrainState) -> list[float]:
-        norms = [float(norm_of(own)) if own else 0.0 for own in train_state.gradients.by_optimizer()]
-        return [norm * norm for norm in norms]
+    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
+        """See `Whole.combine`. This rank has a part of each gradient, and sends the norms of its parts."""
+        if isinstance(outcome, StepTotals):
+            parts = train_state.gradients.by_optimizer()
+            outcome.norms = [float(norm_of(own)) if own else 0.0 for own in parts]
+        return super().combine(train_state, outcome)
 
     def _sum(
-        self, train_state: TrainState, totals: StepTotals, kinds: list[bytes], squares: list[list[float]]
+        self,
+        train_state: TrainState,
+        totals: StepTotals,
+        of_ranks: Sequence[StepTotals],
+        gradients: Sequence[bytes],
     ) -> None:
         """Sum the norms; FSDP2 has summed the gradients.
 
         Raises:
             InputError: FSDP2 has summed gradients of other parameters on each rank.
         """
-        if len(set(kinds)) > 1:
+        if len(set(gradients)) > 1:
             raise InputError(
                 "the loss gave gradients to other parameters on each rank, for example those of the experts "
                 "that its samples chose, and FSDP2 sums those of a shared model only if all ranks have them: "
                 "use --parallel replicate, or let every forward pass use every parameter"
             )
-        # They may be infinite or NaN.
-        sums = map(sum, zip(*squares, strict=True))
-        totals.norms = [math.sqrt(total) if total >= 0 else math.nan for total in sums]
+        by_optimizer = zip(*(own.norms or [] for own in of_ranks), strict=True)
+        totals.norms = [math.hypot(*norms) for norms in by_optimizer]
 
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
         """See `Whole.whole_weights`."""
         # Only here: importing it takes a second.
         from autobatch.distributed.shard import gather_weights
 
-        return gather_weights(model, keep=self.ranks.rank == 0)
+        return gather_weights(model)

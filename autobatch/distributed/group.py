@@ -22,7 +22,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -38,18 +37,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
-from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError
+from autobatch.core.errors import AutobatchError
 from autobatch.core.files import write_atomic
 from autobatch.core.signals import PR_SET_PDEATHSIG
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import EARLIER_OUT, VERDICT, Launch, Ranks
+from autobatch.workload.nested import map_tensors
 
 ROLL_CALL_S, PAUSE_S = 4.0, 0.1
 """Seconds in which a rank answers after a collective has failed, and between two looks at the answers."""
 OF_RANK_0 = datetime.timedelta(days=1)
 """Longest wait for the work of rank 0 alone: a save, a compilation, a trial."""
 SMALL_BYTES = 4096
-"""Room of a message before its size is known; the sums of a batch fit in."""
+"""Room of a small value; the sums of a batch fit in."""
 OUT = "out"
 _OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|Operation timed out")
 """The texts of failed collectives."""
@@ -64,10 +64,12 @@ class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like Process
 
     Args:
         act: the purpose, in the words that follow "could not".
-        who: the ranks that are missing.
+        missing: the ranks that do not answer, if they are known.
     """
 
-    def __init__(self, act: str, who: str = "a rank") -> None:
+    def __init__(self, act: str, missing: Sequence[int] = ()) -> None:
+        named = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+        who = named if missing else "a rank"
         super().__init__(
             f"{who} ended, hangs or cannot be reached, so this one could not {act}: its own log or the "
             "launcher's summary has the cause"
@@ -84,7 +86,6 @@ class Group(Ranks):
 
     def __init__(self, messages: ProcessGroup | None, limit: datetime.timedelta) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.host = socket.gethostname()
         self._messages = messages
         self._of_rank_0: ProcessGroup | None = None
         self._told: list[Any] = []
@@ -94,69 +95,48 @@ class Group(Ranks):
 
     @contextmanager
     def waiting(self, act: str) -> Iterator[None]:
-        """Wait for the other ranks within the block.
-
-        Args:
-            act: the purpose, in the words that follow "could not".
-
-        Raises:
-            RankLost: a collective failed within the block; names the ranks that do not answer.
-        """
+        """See `Ranks.waiting`."""
         try:
             yield
         except RuntimeError as error:
-            explained = self.explain(error, act)
-            if explained is error:
+            said = str(error)
+            if is_oom(error) or SHARED_GPU in said or not _OF_COLLECTIVES.search(said):
                 raise
-            raise explained from error
+            traceback.clear_frames(error.__traceback__)  # they would keep the connections open
+            raise RankLost(act, self._missing()) from error
 
-    def explain(self, error: Exception, act: str) -> Exception:
-        """See `Ranks.explain`."""
-        said = str(error) if isinstance(error, RuntimeError) else ""
-        is_of_collective = _OF_COLLECTIVES.search(said) and SHARED_GPU not in said
-        return self._lost(act, error) if is_of_collective else error
-
-    def _lost(self, act: str, error: Exception) -> RankLost:
-        """Return the error of a collective in the user's words."""
-        return RankLost(act)
+    def _missing(self) -> list[int]:
+        """Return the ranks that do not answer after a collective has failed; empty if nothing tells."""
+        return []
 
     def gather(self, value: T) -> list[T]:
         """See `Ranks.gather`. Small values take one message, where `all_gather_object` takes two."""
-        own = pickle.dumps(value)
-        room = SMALL_BYTES
-        while True:
-            sent = bytearray(len(own).to_bytes(8) + own[: room - 8]).ljust(room, b"\0")
-            whole = [torch.empty(room, dtype=torch.uint8, device="cpu") for _ in range(self.world)]
-            with self.waiting("exchange messages"):
-                dist.all_gather(whole, torch.frombuffer(sent, dtype=torch.uint8), group=self._messages)
-            of_ranks = [tensor.numpy().tobytes() for tensor in whole]
-            longest = max(int.from_bytes(message[:8]) for message in of_ranks)
-            if longest <= room - 8:
-                return [pickle.loads(message[8:]) for message in of_ranks]
-            room = longest + 8
+        own, values = pickle.dumps(value), [value] * self.world
+        sent = bytearray(own if len(own) <= SMALL_BYTES else b"").ljust(SMALL_BYTES, b"\0")
+        of_ranks = [torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cpu") for _ in values]
+        with self.waiting("exchange messages"):
+            dist.all_gather(of_ranks, torch.frombuffer(sent, dtype=torch.uint8), group=self._messages)
+            messages = [tensor.numpy().tobytes() for tensor in of_ranks]
+            if all(message[0] for message in messages):  # no pickle begins with a zero
+                return [pickle.loads(message) for message in messages]
+            dist.all_gather_object(values, value, group=self._messages)
+        return values
 
-    def broadcast(self, value: T) -> T:
-        """See `Ranks.broadcast`."""
-        sent = [value if self.rank == 0 else None]
+    def broadcast(self, read: Callable[[], T]) -> T:
+        """See `Ranks.broadcast`. A tensor is sent without the memory that it is a part of."""
+        sent: list[Any] = [None]
+        if self.rank == 0:
+            sent[0] = map_tensors(read(), lambda tensor: tensor.detach().cpu().clone())
         with self.waiting("receive the data of rank 0"):
             dist.broadcast_object_list(sent, 0, group=self._messages)
-        return value if self.rank == 0 else sent[0]  # type: ignore[return-value]
+        return sent[0]  # type: ignore[no-any-return]
 
     def once(self, act: Callable[[], T]) -> T:
         """See `Ranks.once`."""
         if self._of_rank_0 is None:
             with self.waiting("join the other ranks"):
                 self._of_rank_0 = dist.new_group(backend="gloo", timeout=OF_RANK_0)
-        answer: Any = None
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
-                answer = act()
-            except Exception as caught:
-                if not (isinstance(caught, CheckpointError) or is_oom(caught)):
-                    raise  # its verdict ends the others
-                error = caught
-        kind = CheckpointError if isinstance(error, CheckpointError) else DoesNotFitError
+        answer: Any = act() if self.rank == 0 else None  # if it raises, the verdict ends the others
         with self.waiting("wait for the work of rank 0"):
             is_over = torch.zeros(1, device="cpu")
             if self.rank:
@@ -165,10 +145,7 @@ class Group(Ranks):
                 # Rank 0 does not wait for these messages for a day: a rank may hang.
                 others = range(1, self.world)
                 self._told = [dist.isend(is_over, rank, group=self._of_rank_0) for rank in others]
-        answer, of_rank_0 = self.broadcast((answer, error and kind(str(error))))
-        if error or of_rank_0:
-            raise error or of_rank_0  # type: ignore[misc]
-        return answer  # type: ignore[no-any-return]
+        return self.broadcast(lambda: answer)  # type: ignore[no-any-return]
 
     def tensor_group(self, device: torch.device) -> ProcessGroup | None:
         """Return the process group that sums tensors of a device; None for the default, which is gloo's.
@@ -187,11 +164,15 @@ class Group(Ranks):
     def sum(self, tensors: Sequence[Tensor], act: str) -> None:
         """See `Ranks.sum`."""
         with self.waiting(act):
-            for work in [
-                dist.all_reduce(tensor, group=self.tensor_group(tensor.device), async_op=True)
-                for tensor in tensors
-            ]:
-                work.wait()
+            self._sum(tensors)
+
+    def _sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum in a frame of its own: what it holds would keep failed connections open."""
+        for work in [
+            dist.all_reduce(tensor, group=self.tensor_group(tensor.device), async_op=True)
+            for tensor in tensors
+        ]:
+            work.wait()
 
     def send(self, tensors: Iterable[Tensor]) -> None:
         """See `Ranks.send`."""
@@ -211,23 +192,48 @@ class Group(Ranks):
 
 
 class LaunchedGroup(Group):
-    """The ranks that a launcher started, with the store of their run."""
+    """The ranks that a launcher started, with the store of their run.
 
-    def __init__(self, launch: Launch, store: PrefixStore, limit: datetime.timedelta) -> None:
-        number = store.add(f"{launch.restart}/joins/{launch.rank}", 1)
-        start = PrefixStore(f"{launch.restart}/{number}", store)
+    Args:
+        launch: place of this rank.
+        limit_s: longest wait for another rank in seconds.
+
+    Raises:
+        RankLost: the other ranks did not start.
+    """
+
+    def __init__(self, launch: Launch, limit_s: float) -> None:
+        # The launcher keeps the store, which then outlives every rank.
+        is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if is_kept and sys.platform == "linux":
+            # The launcher may be killed, and nothing else would end its ranks.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        limit = datetime.timedelta(seconds=limit_s)
         self._is_owner, messages = not dist.is_initialized(), None
-        if self._is_owner:
-            dist.init_process_group(
-                "gloo", store=start, rank=launch.rank, world_size=launch.world, timeout=limit
+        try:
+            served = TCPStore(
+                launch.address,
+                launch.port,
+                is_master=launch.rank == 0 and not is_kept,
+                timeout=limit,
+                wait_for_workers=False,
             )
-        else:
-            messages = dist.new_group(backend="gloo", timeout=limit)
+            self._run = PrefixStore(f"autobatch/{launch.run_id}", served)
+            number = self._run.add(f"{launch.restart}/joins/{launch.rank}", 1)
+            self._start = PrefixStore(f"{launch.restart}/{number}", self._run)
+            if self._is_owner:
+                dist.init_process_group(
+                    "gloo", store=self._start, rank=launch.rank, world_size=launch.world, timeout=limit
+                )
+            else:
+                messages = dist.new_group(backend="gloo", timeout=limit)
+        except RuntimeError as error:
+            where = f"at {launch.address}:{launch.port}, where {launch.world} ranks meet"
+            raise RankLost(f"join the others {where} ({first_line(error)})") from error
         super().__init__(messages, limit)
-        earlier = store.get(OUT).decode() if store.check([OUT]) else os.environ.get(EARLIER_OUT)
+        earlier = self._run.get(OUT).decode() if self._run.check([OUT]) else os.environ.get(EARLIER_OUT)
         self.earlier_out = Path(earlier) if earlier else None
-        self._launch, self._run, self._start = launch, store, start
-        self._has_store = True
+        self._launch, self._has_store = launch, True
         self.agree(False)  # no rank reads the folder after another one has begun
 
     def device(self, spec: str) -> str:
@@ -238,13 +244,10 @@ class LaunchedGroup(Group):
             return f"cuda:{0 if gpus == 1 else self._launch.local_rank}"
         return spec
 
-    def _lost(self, act: str, error: Exception) -> RankLost:
-        """See `Group._lost`. The connections are closed first, so that every rank notices at once."""
-        traceback.clear_frames(error.__traceback__)  # they would keep the connections open
+    def _missing(self) -> list[int]:
+        """See `Group._missing`. The connections are closed first, so that every rank notices at once."""
         self._disconnect()
-        missing = self._ask(self._call_roll) or []
-        named = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
-        return RankLost(act, named if missing else "a rank")
+        return self._ask(self._call_roll) or []
 
     def _call_roll(self) -> list[int]:
         """Answer the roll call, and return the ranks that do not."""
@@ -308,48 +311,20 @@ class LaunchedGroup(Group):
         self._disconnect()
 
 
-def join_launch(launch: Launch, limit_s: float) -> LaunchedGroup:
-    """Join the ranks that a launcher started; see `autobatch.distributed.launch.open_ranks`."""
-    # The launcher keeps the store, which then outlives every rank.
-    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_kept and sys.platform == "linux":
-        # The launcher may be killed, and nothing else would end its ranks.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    limit = datetime.timedelta(seconds=limit_s)
-    try:
-        served = TCPStore(
-            launch.address,
-            launch.port,
-            None,
-            is_master=launch.rank == 0 and not is_kept,
-            timeout=limit,
-            wait_for_workers=False,
-        )
-        store = PrefixStore(f"autobatch/{launch.run_id}", served)
-        return LaunchedGroup(launch, store, limit)
-    except RuntimeError as error:
-        where = f"at {launch.address}:{launch.port}, where {launch.world} ranks meet"
-        raise RankLost(f"join the others {where} ({first_line(error)})") from error
-
-
 def join_loop() -> Group:
     """Join the processes of a training loop that a launcher has started.
 
     A default process group that exists is used. If there is none, it is made from the environment, and left
     when the interpreter ends.
     """
-    limit = datetime.timedelta(minutes=30)  # that of torch
-    try:
-        messages = None
-        if not dist.is_initialized():
-            # The threads of a group that outlives the interpreter abort the process now and then.
-            atexit.register(_leave)
-            dist.init_process_group("gloo", timeout=limit)
-        elif dist.get_backend() != "gloo":
-            # A loop may join for every epoch, and each group takes threads and sockets.
-            messages = dist.new_group(backend="gloo", timeout=limit)
-    except RuntimeError as error:
-        raise RankLost(f"join the others ({first_line(error)})") from error
+    limit, messages = datetime.timedelta(minutes=30), None  # the limit of torch
+    if not dist.is_initialized():
+        # The threads of a group that outlives the interpreter abort the process now and then.
+        atexit.register(_leave)
+        dist.init_process_group("gloo", timeout=limit)
+    elif dist.get_backend() != "gloo":
+        # A loop may join for every epoch, and each group takes threads and sockets.
+        messages = dist.new_group(backend="gloo", timeout=limit)
     return Group(messages, limit)
 
 

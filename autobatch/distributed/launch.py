@@ -52,9 +52,9 @@ def open_ranks(environ: Mapping[str, str], limit_s: float = 1800.0) -> Ranks:
     launch = read_launch(environ)
     if launch is None:
         return Ranks()
-    from autobatch.distributed.group import join_launch
+    from autobatch.distributed.group import LaunchedGroup
 
-    return join_launch(launch, limit_s)
+    return LaunchedGroup(launch, limit_s)
 
 
 def refuse_ranks(environ: Mapping[str, str], command: str) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -44,7 +45,7 @@ class Ranks:
     """Place of this process, from 0. Rank 0 alone prints, and writes the files of the run."""
     world = 1
     """Number of ranks."""
-    host = ""
+    host = socket.gethostname()
     """Name of the host of this rank."""
     earlier_out: Path | None = None
     """Folder of the run that the launcher has started again; None for a first start."""
@@ -55,13 +56,24 @@ class Ranks:
         """Return the device that this rank opens for the one that was asked for."""
         return spec
 
+    def waiting(self, act: str) -> AbstractContextManager[None]:
+        """Wait for the other ranks within the block.
+
+        Args:
+            act: the purpose, in the words that follow "could not".
+
+        Raises:
+            RankLost: a collective failed within the block; names the ranks that do not answer.
+        """
+        return nullcontext()
+
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank, in order of the ranks."""
         return [value]
 
-    def broadcast(self, value: T) -> T:
-        """Return the value of rank 0 on every rank; the others call it with anything."""
-        return value
+    def broadcast(self, read: Callable[[], T]) -> T:
+        """Return on every rank what a function returns on rank 0, which alone calls it."""
+        return read()
 
     def agree(self, flag: bool) -> bool:
         """Return whether any rank gave True."""
@@ -70,9 +82,7 @@ class Ranks:
     def once(self, act: Callable[[], T]) -> T:
         """Run a function on rank 0 alone, for up to a day, and return its answer on every rank.
 
-        Raises:
-            CheckpointError: the function raised it on rank 0.
-            DoesNotFitError: memory ran out on rank 0, which raises its own error.
+        What it raises is raised on rank 0, and ends the others.
         """
         return act()
 
@@ -101,10 +111,6 @@ class Ranks:
             InputError: the tensors of a rank have other shapes.
         """
 
-    def explain(self, error: Exception, act: str) -> Exception:
-        """Return an error, or a `RankLost` in its place if it tells that another rank has ended."""
-        return error
-
     def enter(self, out: Path) -> None:
         """Set the folder of the run."""
         self.out = out
@@ -115,7 +121,13 @@ class Ranks:
         Returns:
             The exit code of the rank that failed first, which has printed the cause; None if it is this one.
         """
-        write_error_file(os.environ, line, self.out)
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path:
+            out = self.out and str(self.out.absolute())
+            content = {"message": line, "timestamp": str(int(time.time())), "out": out}
+            with suppress(OSError):  # a full disk must not hide the failure
+                # Whole, because a launcher may read it as soon as any rank has ended, and fails on a part.
+                write_atomic(Path(path), json.dumps(content).encode())
         return None
 
     def close(self) -> None:
@@ -175,18 +187,6 @@ def launched_world(environ: Mapping[str, str]) -> int:
             f"WORLD_SIZE must be a whole number over 0, found {found!r}: start ranks with torchrun"
         )
     return int(found)
-
-
-def write_error_file(environ: Mapping[str, str], line: str, out: Path | None = None) -> None:
-    """Write the cause of a failure, and the folder of the run, for the launcher, if there is one.
-
-    It is written whole, because a launcher may read it as soon as any rank has ended, and fails on a part.
-    """
-    path = environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        content = {"message": line, "timestamp": str(int(time.time())), "out": out and str(out.absolute())}
-        with suppress(OSError):  # a full disk must not hide the failure
-            write_atomic(Path(path), json.dumps(content).encode())
 
 
 def agree_on_limit(

@@ -110,13 +110,11 @@ class ShardedModel(nn.Module):
 
     Args:
         model: the model.
-        mesh: the ranks.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.mesh = mesh
 
     def forward(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
         """Call a function of the model and a micro-batch; all ranks call it together."""
@@ -127,7 +125,6 @@ class ShardedModel(nn.Module):
         loss = train_state.loss
         train_state.loss = lambda _, batch: self(loss, batch)
         train_state.run, train_state.forget_gathered = self, self.forget_gathered
-        train_state.mesh = self.mesh
 
     def materialize(self, device: torch.device) -> None:
         """Take memory for the parts of this rank of a model on ``meta``: any parameters, and buffers of 0."""
@@ -164,7 +161,7 @@ def shard(mesh: DeviceMesh, model: nn.Module, precision: Precision) -> ShardedMo
     inner = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=wide if is_low else None)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=inner)
-    root = ShardedModel(model, mesh)
+    root = ShardedModel(model)
     whole = MixedPrecisionPolicy(reduce_dtype=inner.reduce_dtype, cast_forward_inputs=False)
     fully_shard(root, mesh=mesh, mp_policy=whole)
     for module in root.parts():
@@ -343,7 +340,6 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=_files_of(shards, group.world), save_distributed=True
     )
-    failure, own = "", dict[str, dict[str, Any]]()
     try:
         with group.waiting("write the checkpoint"):
             save(
@@ -351,42 +347,33 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
                 storage_writer=writer,
                 process_group=group.tensor_group(torch.device("cpu")),
             )
-        # The files of this rank begin with its number; DCP counts from 1.
-        own = {path.name: file_entry(path) for path in sorted(folder.glob(f"shard-{group.rank + 1:05d}-*"))}
-    except (CheckpointException, OSError) as error:
-        cause = _cause_of(error)
+    except CheckpointException as error:  # the same on every rank
+        rank, (cause, _) = next(iter(error.failures.items()))
         if not isinstance(cause, Exception):  # a signal
             raise cause from None
-        failure = first_line(cause)
-    files = dict[str, dict[str, Any]]()
-    for rank, (of_rank, reason) in enumerate(group.gather((own, failure))):
-        if reason:
-            raise CheckpointError(
-                f"rank {rank} could not write its part of the checkpoint to {folder}: {reason}. Free some "
-                "space there; no earlier checkpoint is lost"
-            )
-        files.update(of_rank)
-    return files
+        raise CheckpointError(
+            f"rank {rank} could not write its part of the checkpoint to {folder}: {first_line(cause)}. Free "
+            "some space there; no earlier checkpoint is lost"
+        ) from error
+    # The files of this rank begin with its number; DCP counts from 1.
+    own = {path.name: file_entry(path) for path in sorted(folder.glob(f"shard-{group.rank + 1:05d}-*"))}
+    return {name: entry for of_rank in group.gather(own) for name, entry in of_rank.items()}
 
 
-def read_shards(
-    folder: Path,
-    wanted: Mapping[str, WholeTensor],
-    model: nn.Module,
-    mesh: DeviceMesh | None,
-) -> dict[str, Tensor]:
+def read_shards(folder: Path, wanted: Mapping[str, WholeTensor], model: nn.Module) -> dict[str, Tensor]:
     """Read sharded tensors, whichever number of ranks wrote them; no rank waits for another.
 
     Args:
         folder: of the checkpoint.
         wanted: the tensors by name.
-        model: has the weights, of which the sharded ones are read in place; the other tensors are new.
-        mesh: the ranks that share them from now on; None for whole tensors, on the CPU.
+        model: has the weights, of which the sharded ones are read in place. The other tensors are new, and
+            sharded alike, or whole and on the CPU if no weight is sharded.
 
     Returns:
         The tensors by name.
     """
     weights = {f"model/{name}": value for name, value in model.state_dict().items()}
+    mesh = next((value.device_mesh for value in weights.values() if isinstance(value, DTensor)), None)
     tensors: dict[str, Tensor] = {}
     for name, (shape, dtype, dim) in wanted.items():
         own = weights.get(name)
@@ -403,26 +390,18 @@ def read_shards(
         try:
             load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
         except CheckpointException as error:
-            raise _cause_of(error) from None
+            raise next(iter(error.failures.values()))[0] from None
     return tensors
 
 
-def _cause_of(error: BaseException) -> BaseException:
-    """Return the first failure of a rank that DCP reports, or the error itself."""
-    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-
-
 @torch.no_grad()
-def gather_weights(model: nn.Module, *, keep: bool) -> dict[str, Any]:
+def gather_weights(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a sharded model with whole tensors on the CPU; all ranks call it.
 
-    One tensor at a time is whole on the device.
-
-    Args:
-        model: the model.
-        keep: False on ranks that do not need it, which get an empty one.
+    One tensor at a time is whole on the device. Only rank 0 keeps it; the others return an empty one.
     """
     state: dict[str, Any] = {}
+    keep = dist.get_rank() == 0
     known: dict[int, Tensor] = {}
     # With the parameters themselves, which tell tied ones.
     for name, value in model.state_dict(keep_vars=True).items():

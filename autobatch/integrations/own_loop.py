@@ -25,7 +25,6 @@ from autobatch.core.records import Plan
 from autobatch.distributed.engine import Whole
 from autobatch.distributed.group import join_loop
 from autobatch.distributed.ranks import Ranks, launched_world
-from autobatch.distributed.shared_stream import open_sampler
 from autobatch.step.counts import CountsAhead
 from autobatch.step.gradients import Gradients, norm_of
 from autobatch.step.loss import StepTotals, begin_terms, weigh_loss
@@ -40,7 +39,7 @@ from autobatch.workload.feed import Feed
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.reference import WorkloadSource, find_workload
 from autobatch.workload.split import Split, split_of
-from autobatch.workload.streams import StreamSampler
+from autobatch.workload.streams import StreamSampler, open_sampler
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("autobatch")
@@ -350,7 +349,7 @@ def _sampler_of(workload: Workload, ranks: Ranks, options: Options) -> GlobalBat
             read without a number of steps.
     """
     stream = workload.train_data if is_stream(workload.train_data) else None
-    sampler = open_sampler(workload, stream, ranks, options)
+    sampler = open_sampler(workload, stream, options, ranks.broadcast)
     if ranks.world > 1 and stream is None:
         digest = None if sampler.order is None else digest_of(sampler.order(0))
         ranks.check_equal({"number of batches": sampler.total, "order of the sampler": digest})

@@ -124,11 +124,6 @@ def open_setup(workload: Workload, options: Options, world: int = 1, *, rank: in
     with seeded(options.seed), memory_named("the model was built"):
         # Ranks that share a model get its first values from rank 0.
         on_meta = None if shards is None else built_on_meta(workload)
-        if on_meta is not None:
-            # Only here: importing FSDP takes a second, which a run without it saves.
-            from autobatch.distributed.shard import check_sharding
-
-            check_sharding(on_meta, options.precision)
         model = build_model(workload) if on_meta is None or rank == 0 else on_meta
     sharding = None
     if shards is not None and rank is None:
@@ -277,22 +272,22 @@ def setup_key(setup: Setup, device: DeviceRecord) -> dict[str, KeyValue]:
         **device_key(setup),
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
-        "world_size": setup.world,
-        "parallel": None if setup.shards is None else f"shard over {setup.shards}",
         "keeps_batches": 1 if setup.keeps_batches else None,
     }
 
 
 def device_key(setup: Setup) -> dict[str, KeyValue]:
-    """Return the part of the key that a bit-exact resume depends on: hardware, torch and precision."""
+    """Return the part of the key that a bit-exact resume depends on, by its names in messages."""
     device = setup.device.describe()
     return {
-        "precision": setup.precision,
-        "gradient_dtype": setup.gradient_dtype,
+        "--precision": setup.precision,
+        "--gradient-dtype": setup.gradient_dtype,
         "device": device.name,
-        "device_kind": device.kind,
-        "total_bytes": device.total_bytes,
+        "kind of device": device.kind,
+        "size of its memory": device.total_bytes,
         "torch": str(torch.__version__),
+        "number of ranks": setup.world,
+        "--parallel": "replicate" if setup.shards is None else "shard",
     }
 
 

@@ -50,8 +50,6 @@ class TrainState:
     """Counts of the terms of the loss, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
-    mesh: Any = None
-    """The ``DeviceMesh`` of the ranks that share the model; None if each has a whole one."""
     run: Callable[[Callable[[nn.Module, Collated], Any], Collated], Any] = field(init=False)
     """Calls a function of the model and a micro-batch; all ranks that share the model call it together."""
     forget_gathered: Callable[[], None] = lambda: None

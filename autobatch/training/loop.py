@@ -21,13 +21,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from autobatch.core.errors import (
-    AutobatchError,
-    DoesNotFitError,
-    InputError,
-    NonFiniteError,
-    RestartSmallerError,
-)
+from autobatch.core.errors import DoesNotFitError, InputError, NonFiniteError, RestartSmallerError
 from autobatch.core.records import StepRecord
 from autobatch.core.units import format_bytes
 from autobatch.device.base import Device, Meter
@@ -53,6 +47,10 @@ EARLY_STEPS = 16
 """Steps of this process after which the memory that is held is read, to compare with if memory runs out."""
 MAX_NAMED_SAMPLES = 32
 """Samples that a message names."""
+CHANGED = "the forward pass changed a large buffer or a frozen weight"
+NOT_INTACT = f", where the batch cannot run again, because {CHANGED}"
+IN_THE_DRIVER = ", in the driver, after which this process cannot continue"
+"""Why a batch cannot run again in this process."""
 
 
 _TrainedBatch: TypeAlias = tuple[StepResult, list[MicroBatchIds], str | None]
@@ -112,7 +110,9 @@ class Loop:
                 return
             learning_rate = first_learning_rate(self.train_state.optimizers, batch.index + 1)
             random_state = capture_random_state(random_state)
-            trained = self._train_batch(batch, random_state)
+            # FSDP2 runs its collectives within the loss and its backward pass.
+            with self.engine.ranks.waiting("train the batch"):
+                trained = self._train_batch(batch, random_state)
             if trained is None:
                 return
             result, parts, recovered = trained
@@ -159,19 +159,19 @@ class Loop:
                     result = finish(self.train_state, outcome, mark=self.meter.mark)
                     return result, parts, recovered
             except Exception as error:
+                outcome = self._out_of_memory(error, parts)
                 why = ", inside the optimizer step, which may have moved part of the weights"
-                raise self._end(batch, self._out_of_memory(error, parts), why) from error
+                self._shrink_or_end(batch, outcome, why)
             # Outside of the except block, so that nothing holds the tensors of the failed step.
             is_intact = self._rewind(random_state, is_fatal=outcome.is_fatal)
+            is_intact = not self.engine.ranks.agree(not is_intact)
             # A stream cannot go back to the start of a batch.
-            can_be_drawn_again = not isinstance(self.sampler, StreamSampler)
+            self.can_be_saved = is_intact and not isinstance(self.sampler, StreamSampler)
             if self.engine.request.signal_number is not None:
-                self.can_be_saved = is_intact and can_be_drawn_again
                 return None
-            oom = self.engine.agree_on_oom(outcome._replace(is_intact=is_intact))
-            self.can_be_saved = oom.is_intact and can_be_drawn_again
-            self._shrink(batch, oom)
-            recovered = oom.message
+            why = "" if is_intact else NOT_INTACT
+            self._shrink_or_end(batch, outcome, IN_THE_DRIVER if outcome.is_fatal else why)
+            recovered = outcome.message
             self.oom_recoveries += 1
 
     def _attempt(
@@ -199,8 +199,7 @@ class Loop:
             may_be_suspect = is_first and any(len(part.ids) > 1 for part in parts)
             failure = self._out_of_memory(error, parts, may_be_suspect=may_be_suspect)
             if not self.engine.is_alone:
-                why = ", for which the other ranks of the sharded model wait"
-                raise self._end(batch, failure, why) from error
+                self._shrink_or_end(batch, failure, ", for which the other ranks of the sharded model wait")
         self.train_state.gradients.clear()
         return failure
 
@@ -220,8 +219,7 @@ class Loop:
         """Return what an error says about memory; raise it if it says nothing."""
         verdict = classify(error)
         if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and not may_be_suspect):
-            # FSDP2 runs its collectives within the loss and its backward pass.
-            raise self.engine.ranks.explain(error, "train the batch")
+            raise error
         # A rank may have no sample. The fullest micro-batch shrinks; the others are no larger.
         halved = [self.split.halved(part, self.micro_batch) for part in parts]
         return OutOfMemory(
@@ -251,39 +249,25 @@ class Loop:
             return False
         return is_restored
 
-    def _shrink(self, batch: GlobalBatch, oom: OutOfMemory) -> None:
-        """Set the largest micro-batch for another attempt.
+    def _shrink_or_end(self, batch: GlobalBatch, oom: OutOfMemory, why: str) -> None:
+        """Set the largest micro-batch for another attempt in this process, which a ``why`` rules out.
 
         Raises:
-            AutobatchError: there is no other attempt.
+            RestartSmallerError: a restart in smaller micro-batches may leave more room.
+            DoesNotFitError: there is no smaller micro-batch.
         """
-        why = ""
-        if oom.is_fatal:
-            why = ", in the driver, after which this process cannot continue"
-        elif not oom.is_intact:
-            changed = "the forward pass changed a large buffer or a frozen weight"
-            why = f", where the batch cannot run again, because {changed}"
-        if why or not self._can_shrink(oom):
-            raise self._end(batch, oom, why)
-        self.micro_batch = oom.smaller
-
-    def _can_shrink(self, oom: OutOfMemory) -> bool:
-        return oom.size > 1 and oom.smaller < self.micro_batch
-
-    def _end(self, batch: GlobalBatch, oom: OutOfMemory, why: str) -> AutobatchError:
-        """Return the error of a run that memory ends; a restart in smaller micro-batches may leave more room.
-
-        ``why`` rules out another attempt in this process; empty if there is no smaller micro-batch.
-        """
-        can_shrink, self.micro_batch = self._can_shrink(oom), min(self.micro_batch, oom.smaller)
+        can_shrink = oom.size > 1 and oom.smaller < self.micro_batch
+        self.micro_batch = min(self.micro_batch, oom.smaller)
+        if can_shrink and not why:
+            return
         message, held = oom.message.rstrip("."), self.meter.stats().allocated_bytes
         if self.held_early and held:
             message += f"; held between steps: {self.held_early}, {format_bytes(held)} now"
         line = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}{why}: {message}"
         if can_shrink:
-            return RestartSmallerError(line)
+            raise RestartSmallerError(line)
         smaller = "a smaller --target-batch, " if isinstance(self.train_state.loss, WholeBatchLoss) else ""
-        return DoesNotFitError(
+        raise DoesNotFitError(
             f"{line}; what would help: a larger --memory-budget, {smaller}--precision bf16, activation "
             "checkpointing, a fused optimizer (fused=True) or one with less state"
         )
@@ -306,9 +290,7 @@ class Loop:
             # No rank may train on without another.
             if not self.engine.ranks.agree(not self.train_state.buffers.restore()):
                 return
-            reason = (
-                " and cannot be skipped, because the forward pass changed a large buffer or a frozen weight"
-            )
+            reason = f" and cannot be skipped, because {CHANGED}"
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
         at = f" at a loss scale of {scaler.get_scale():.1e}" if scaler.is_enabled() else ""
         named, more = batch.ids[:MAX_NAMED_SAMPLES], len(batch.ids) - MAX_NAMED_SAMPLES

@@ -29,9 +29,9 @@ from autobatch.device.oom import is_oom, memory_named
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.setup import Setup, device_key
 from autobatch.step.gradients import is_sharded
-from autobatch.training.checkpoint import SHARDED, Loaded, load_newest
+from autobatch.training.checkpoint import SHARDED, Loaded
 from autobatch.training.loop import Loop
-from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.workload.contract import schedule_arguments
 from autobatch.workload.data_digest import digest_of
 from autobatch.workload.nested import map_leaves
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler
@@ -45,17 +45,7 @@ from autobatch.workload.rng import (
 
 BEFORE_TRAINING = ("device", "probe", "tuning", "title", "memory_curve")
 """Records of the parts before the training, which every checkpoint keeps for a resume."""
-_BIT_EXACT_KEYS = {
-    "device": "device",
-    "device_kind": "kind of device",
-    "total_bytes": "size of its memory",
-    "torch": "torch",
-    "precision": "--precision",
-    "gradient_dtype": "--gradient-dtype",
-}
-"""Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
-STEPS, SAMPLES = "number of optimizer steps", "number of samples in all of them"
-"""Facts of a run that only some resumes depend on."""
+SAMPLES = "number of samples in the steps so far"
 COUNTERS = ("batches_seen", "steps_applied", "oom_recoveries", "skipped_steps_in_a_row")
 """Counters of a loop, which has fields of the same names."""
 
@@ -128,7 +118,7 @@ def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> M
 
     assert folder is not None
     wanted = {name: tuple(form) for name, *form in forms.values()}
-    tensors = read_shards(folder, wanted, loop.train_state.model, loop.train_state.mesh)
+    tensors = read_shards(folder, wanted, loop.train_state.model)
     whole: dict[str, Any] = map_leaves(
         {name: part for name, part in state.items() if name != SHARDED},
         lambda place, leaf: tensors[forms[place][0]] if place in forms else leaf,
@@ -163,26 +153,22 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
         _load_optimizer(optimizer, saved)
     for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
         schedule.load_state_dict(saved)
-    average, averages = train_state.average, state["average"]
-    if (average and average.decay) != (averages and averages["decay"]):
-        raise InputError("--ema is not that of the resumed run: give the same, or start without --resume")
-    if average is not None:
-        average.load_state_dict(averages)
+    if train_state.average is not None:
+        train_state.average.load_state_dict(state["average"])
     if state["scaler"]:
         train_state.scaler.load_state_dict(state["scaler"])
 
 
 def _load_buffers(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
-    """Load the buffers that no state dict has, and make those that only a forward pass registers."""
+    """Load all buffers, also those that no state dict has, and make those that a forward pass registers."""
     for full_name, value in state["buffers"].items():
         path, _, name = full_name.rpartition(".")
-        module, is_persistent = model.get_submodule(path), full_name in state["model"]
+        module = model.get_submodule(path)
         buffer = getattr(module, name, None)
-        if buffer is None or not (
-            is_persistent or (buffer.shape == value.shape and buffer.dtype == value.dtype)
-        ):
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            is_persistent = full_name in state["model"]
             module.register_buffer(name, value.to(device, copy=True), persistent=is_persistent)
-        elif not is_persistent:
+        else:
             buffer.copy_(value)
 
 
@@ -207,83 +193,51 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
                 optimizer.state[parameter][name] = value.to(device, copy=True)
 
 
-def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
-    """Load the newest valid checkpoint of a run, the same on all ranks.
-
-    Raises:
-        InputError: the run has no checkpoint, every one is damaged, or the newest is not of a run.
-        DoesNotFitError: the host memory does not suffice to load it.
-    """
-    folder = out / CHECKPOINTS
-    with memory_named(f"a checkpoint, which is intact, was loaded from {folder}"):
-        loaded = load_newest(folder, ranks)
-    if loaded is None:
-        raise InputError(f"--resume found no checkpoint in {folder}: start without --resume")
-    if not isinstance(loaded.state, dict) or not {*COUNTERS} <= {*loaded.state.get("counters", ())}:
-        raise InputError(
-            f"the checkpoint {loaded.path} holds no state of a run: restore it from a copy, or start without "
-            "--resume"
-        )
-    return loaded
-
-
-def run_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
-    """Return what tells the batches of a run from those of another, by its name in messages."""
+def run_facts(setup: Setup, sampler: GlobalBatchSampler) -> dict[str, Any]:
+    """Return what tells the steps of a run from those of another, by its name in messages."""
+    schedule = setup.workload.schedule
+    is_scheduled = schedule is not None and "steps" in schedule_arguments(schedule)
     return {
         "--target-batch": sampler.target_batch,
         "--seed": sampler.seed,
+        "--ema": setup.ema,
         "version of the data order": ORDER_VERSION,
         "number of training samples": sampler.samples,
         "order of the sampler": None if sampler.order is None else digest_of(sampler.order(0)),
-        STEPS: sampler.total,
+        "number of optimizer steps of the schedule": sampler.total if is_scheduled else None,
         SAMPLES: sampler.seen(sampler.total),
     }
 
 
-def check_same_run(resumed: Loaded, sampler: GlobalBatchSampler, *, is_scheduled: bool) -> None:
-    """Check that the remaining batches are those of the interrupted run.
+def check_same_run(resumed: Loaded, setup: Setup, sampler: GlobalBatchSampler) -> None:
+    """Check that the remaining steps are those of the interrupted run.
 
     Raises:
         InputError: they differ; names the difference.
     """
-    before, now = resumed.facts["run"], run_facts(sampler)
     done = resumed.state["counters"]["batches_seen"]
-    names = before.keys() - {STEPS, SAMPLES}
-    if is_scheduled:  # the schedule was built for them
-        names |= {STEPS}
-    if done == before[STEPS]:
-        # The last batch of the run may have been short, and would be full in a longer run.
-        names |= {SAMPLES}
-        now[SAMPLES] = sampler.seen(done)
-    for name in sorted(names):
-        if now[name] != before[name]:
+    before, now = dict(resumed.facts["run"]), run_facts(setup, sampler)
+    # The last batch of a run may have been short, and would be full in a longer run. A shorter run has fewer.
+    before[SAMPLES] = min(before[SAMPLES], done * before["--target-batch"])
+    now[SAMPLES] = sampler.seen(min(done, sampler.total))
+    for name, value in now.items():
+        if value != before[name]:
             raise InputError(
-                f"{name} {now[name]} does not match the checkpoint {resumed.path}, which has {before[name]}: "
+                f"{name} {value} does not match the checkpoint {resumed.path}, which has {before[name]}: "
                 "give the same options, data, sampler and autobatch, or start without --resume"
             )
-    if done > sampler.total:
-        raise InputError(
-            f"this run has {sampler.total} optimizer steps, but the checkpoint {resumed.path} has taken "
-            f"{done} already: give the same --steps or --epochs, or more"
-        )
 
 
 def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, options: Options) -> list[str]:
     """Return the changes that rule out a bit-exact resume, in the user's words; each rank has its own."""
     plan, of_ranks = msgspec.convert(resumed.facts["plan"], Plan), resumed.facts["ranks"]
-    cut = plan.size_cut
+    stored, cut = of_ranks[min(ranks.rank, len(of_ranks) - 1)], plan.size_cut
+    changes = {name: stored.get(name) != value for name, value in device_key(setup).items()}
+    changes["--split"] = options.split not in ("auto", plan.split)
     sizes = None if cut is None else setup.worst_case.sizes()
-    changes = {
-        "--split": options.split not in ("auto", plan.split),
-        "sizes of the samples": cut is not None and (sizes is None or digest_of(sizes) != cut.digest),
-        "--parallel": setup.shards != (plan.world_size if plan.parallel == "shard" else None),
-        "number of ranks": len(of_ranks) != ranks.world,
-    }
-    if len(of_ranks) == ranks.world:
-        key, stored = device_key(setup), of_ranks[ranks.rank]
-        changes |= {name: stored.get(entry) != key.get(entry) for entry, name in _BIT_EXACT_KEYS.items()}
-        # What the user gave, and not what is free now, which differs each time.
-        is_less = setup.device.budget_bytes < resumed.facts["records"]["device"]["budget_bytes"]
-        changes["--memory-budget"] = options.memory_budget is not None and is_less
-        changes["--max-micro-batch"] = (options.max_micro_batch or plan.micro_batch) < plan.micro_batch
+    changes["sizes of the samples"] = cut is not None and (sizes is None or digest_of(sizes) != cut.digest)
+    # What the user gave, and not what is free now, which differs each time.
+    is_less = setup.device.budget_bytes < resumed.facts["records"]["device"]["budget_bytes"]
+    changes["--memory-budget"] = options.memory_budget is not None and is_less
+    changes["--max-micro-batch"] = (options.max_micro_batch or plan.micro_batch) < plan.micro_batch
     return [name for name, is_changed in changes.items() if is_changed]

@@ -1,15 +1,16 @@
 """A training run on disk: the loop that a plan asks for, its files, checkpoints, validations and signals.
 
-    setup, plan, RunInputs ─► loop, restored ─► steps, validations, checkpoints ─► weights, Training
+    setup, plan, options ─► loop, restored ─► steps, validations, checkpoints ─► weights, Training
 
 OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-ema.safetensors   OUT/oom.json
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from autobatch.core.errors import (
     InputError,
     Interrupted,
     RestartSmallerError,
-    UserCodeError,
 )
 from autobatch.core.files import METRICS, UNREADABLE, write_atomic
 from autobatch.core.knobs import LOADER_WORKERS
@@ -32,9 +32,8 @@ from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Positive, StepRecord, Training
 from autobatch.core.signals import counts_as, stop_on_signals
-from autobatch.device.allocator import Allocator
 from autobatch.device.base import Meter
-from autobatch.device.oom import first_line, memory_named
+from autobatch.device.oom import memory_named
 from autobatch.distributed.engine import Shared, Whole
 from autobatch.distributed.group import Group
 from autobatch.distributed.ranks import Ranks
@@ -49,13 +48,11 @@ from autobatch.training.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from autobatch.training.export import export_weights
 from autobatch.training.loop import Loop
-from autobatch.training.metrics import Metrics, Sink, Until, rewind_metrics, totals_of
+from autobatch.training.metrics import Metrics, Sink, Until, open_trackers, rewind_metrics, totals_of
 from autobatch.training.resume import capture_loop, restore_loop, run_facts
-from autobatch.training.run_folder import CHECKPOINTS, OOM_FILE
+from autobatch.training.run_folder import CHECKPOINTS, OOM_FILE, export_weights
 from autobatch.training.split_check import check_batch_norms
-from autobatch.training.trackers import open_trackers
 from autobatch.training.validation import Validator, check_validation
 from autobatch.workload.contract import Collated, Workload, kind_of, schedule_arguments
 from autobatch.workload.data import load_micro_batch
@@ -64,19 +61,21 @@ from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import mix_seed, preserved_random_state, seed_everything
 from autobatch.workload.split import split_of
-from autobatch.workload.user_code import describe, user_code
+from autobatch.workload.user_code import user_code
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunInputs:
-    """Inputs of a run besides its loop: the folder and what is written there, and the run to continue."""
+@dataclass(kw_only=True)
+class TrainingRun:
+    """A training run with its folder. All ranks make the same calls, and rank 0 writes. Use it once."""
 
     out: Path
     options: Options
     """Decide when something is written."""
+    progress: Progress = field(default_factory=Progress)
+    """Receives notes and steps."""
     resume_hint: str = ""
     """The command that resumes this run."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     """Stored beside every checkpoint, for a resume."""
     notes: list[str] = field(default_factory=list)
     """Remarks so far; those of the training are added, and a checkpoint holds them too."""
@@ -89,198 +88,138 @@ class RunInputs:
     is_exact: bool = True
     """True if hardware, plan and versions are those of the checkpoint."""
 
+    _loop: Loop = field(init=False)
+    _metrics: Metrics = field(init=False)
+    _validator: Validator = field(init=False)
+    _newest: Path | None = field(init=False)
+    """The newest checkpoint."""
+    _saved_at: float = field(init=False)
+    _raised: Exception | None = field(default=None, init=False)
+    """Error of the user's rule, which ended the run."""
 
-@memory_named("the training was prepared")
-def train_plan(
-    setup: Setup,
-    plan: Plan,
-    sampler: GlobalBatchSampler,
-    run: RunInputs,
-    *,
-    progress: Progress,
-    ranks: Ranks,
-) -> tuple[Training, nn.Module]:
-    """Train a plan to the end of its run; the model of the setup is trained in place.
+    def train(self, loop: Loop) -> Training:
+        """Train the rest of a run, then validate and export the weights.
 
-    Returns:
-        The record of the training, and the trained model.
+        Args:
+            loop: at the first batch to train, as it was restored from a checkpoint or as it is new.
 
-    Raises:
-        InputError: a part of the workload is invalid, or a BatchNorm would get a single sample.
-        AutobatchError: see `train`.
-    """
-
-    def add_note(line: str) -> None:
-        if line not in run.notes:
-            run.notes.append(line)
-        progress.note(line)
-
-    for line in check_batch_norms(setup.model, plan, sampler):
-        add_note(line)
-    if run.options.validate_every is not None and setup.workload.validation_data is None:
-        add_note("no effect without validation data: --validate-every")
-    progress.doing("preparing the training")
-    resumed, seeds = run.resumed, run.resumed is not None and bool(run.resumed.facts.get("sample_seeds"))
-    with open_loop(setup, plan, run.options, sampler, ranks, sample_seeds=seeds, note=add_note) as loop:
-        if resumed is not None:
-            for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
-                progress.note(line)
-            # The loop has it now, and the caller would hold it as long as the run lasts.
-            resumed.state.clear()
-        facts = {
-            **run.facts,
-            "plan": msgspec.to_builtins(plan),
-            "sample_seeds": loop.feed.seeds_samples,
-            "run": run_facts(sampler),
-            "versions": versions(),
-            "ranks": ranks.gather(device_key(setup)),
-        }
-        progress.doing("training: the first step")
-        return train(loop, replace(run, facts=facts), progress), loop.train_state.model
-
-
-def train(loop: Loop, run: RunInputs, progress: Progress) -> Training:
-    """Train the rest of a run, then validate and export the weights.
-
-    Args:
-        loop: at the first batch to train, as it was restored from a checkpoint or as it is new.
-        run: where to write, and when.
-        progress: receives notes and steps.
-
-    Raises:
-        Interrupted: a signal stopped the run; a checkpoint was written.
-        CheckpointError: a checkpoint or another file could not be written.
-        InputError: the workload keeps state that a checkpoint cannot hold.
-        AutobatchError: see `Loop.run`.
-        Exception: whatever ``run.until`` raises, after a checkpoint.
-    """
-    run.out.mkdir(parents=True, exist_ok=True)
-    ranks, begun_at, oom_file = loop.engine.ranks, loop.batches_seen, run.out / OOM_FILE
-    if run.resumed is not None or ranks.earlier_out is not None:
-        loop.micro_batch = ranks.once(lambda: _read_limit(oom_file, loop.micro_batch))
-    else:
-        ranks.once(lambda: oom_file.unlink(missing_ok=True))
-    ranks.once(lambda: begin_after(run.out / CHECKPOINTS, begun_at))
-    check_savable(capture_loop(loop))
-    if run.resumed is not None and begun_at == loop.sampler.total:
-        progress.note(f"nothing is left to train: all {begun_at:,} steps of the run are done")
-    running = _Run(loop, run, progress)
-    with closing(running.metrics):
-        with stop_on_signals(tells=not ranks.rank, is_shared=ranks.world > 1) as loop.engine.request:
-            try:
-                running.train_batches()
-                progress.doing("validating")
-                validation = running.validate()
-            except Interrupted:
-                raise
-            except AutobatchError as error:
-                running.end_with(error)
-                raise
-        progress.doing("writing the weights")
-        loop.engine.ranks.send(loop.train_state.model.buffers())
-        with memory_named("the weights were exported, after the last checkpoint"):
-            export_weights(loop.train_state, run.out, loop.engine)
-        record = running.summary(validation)
-        running.metrics.end(record)
-    return record
-
-
-def _read_limit(path: Path, micro_batch: int) -> int:
-    """Return the micro-batch of a run that is resumed, or a smaller one if it ended out of memory."""
-    try:
-        limit = msgspec.json.decode(path.read_bytes(), type=dict[str, Positive])["micro_batch"]
-    except (OSError, KeyError, *UNREADABLE):
-        return micro_batch
-    return min(limit, micro_batch)
-
-
-class _Run:
-    """A loop with the folder of its run. All ranks make the same calls, and rank 0 writes."""
-
-    def __init__(self, loop: Loop, run: RunInputs, progress: Progress) -> None:
-        self._loop, self._run, self._progress = loop, run, progress
-        self._newest = None if run.resumed is None else run.resumed.path
-        """The newest checkpoint."""
+        Raises:
+            Interrupted: a signal stopped the run; a checkpoint was written.
+            CheckpointError: a checkpoint or another file could not be written.
+            InputError: the workload keeps state that a checkpoint cannot hold.
+            AutobatchError: see `Loop.run`.
+            Exception: whatever ``until`` raises on rank 0, after a checkpoint.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._loop, ranks = loop, loop.engine.ranks
+        self._newest = None if self.resumed is None else self.resumed.path
         self._saved_at = loop.clock()
-        self.metrics = Metrics(None)
-        if not loop.engine.ranks.rank:
-            logged = rewind_metrics(run.out / METRICS, batches_seen=loop.batches_seen)
-            settings = (run.options.by_name() | run.facts.get("plan", {})).items()
-            trackers = open_trackers(
-                run.options.log,
-                run.out,
-                project=loop.workload.name,
-                settings={name: value for name, value in settings if isinstance(value, str | int | float)},
-                begun_at=loop.batches_seen,
-                logged=logged,
+        loop.micro_batch = ranks.once(self._limit_left)
+        ranks.once(lambda: begin_after(self.out / CHECKPOINTS, loop.batches_seen))
+        check_savable(capture_loop(loop))
+        if self.resumed is not None and loop.batches_seen == loop.sampler.total:
+            self.progress.note(
+                f"nothing is left to train: all {loop.batches_seen:,} steps of the run are done"
             )
-            self.metrics = Metrics(run.out / METRICS, [*trackers, *run.sinks], note=progress.note)
-        self._validator = Validator(loop, note=self._add_note)
+        self._metrics = Metrics(None) if ranks.rank else self._open_metrics()
+        self._validator = Validator(loop, note=self.note)
+        with closing(self._metrics):
+            with stop_on_signals(tells=not ranks.rank, is_shared=ranks.world > 1) as loop.engine.request:
+                try:
+                    self._train_batches()
+                    self.progress.doing("validating")
+                    validation = self._validate()
+                except Interrupted:
+                    raise
+                except AutobatchError as error:
+                    self._end_with(error)
+                    raise
+            self.progress.doing("writing the weights")
+            ranks.send(loop.train_state.model.buffers())
+            with memory_named("the weights were exported, after the last checkpoint"):
+                export_weights(loop.train_state, self.out, loop.engine)
+            record = self._summary(validation)
+            self._metrics.end(record)
+        return record
 
-    def train_batches(self) -> None:
+    def note(self, line: str) -> None:
+        """Add a remark, and tell it."""
+        if line not in self.notes:
+            self.notes.append(line)
+        self.progress.note(line)
+
+    def _limit_left(self) -> int:
+        """Return the largest micro-batch, smaller if an earlier start of the run has ended out of memory."""
+        limit = self._loop.micro_batch
+        try:
+            left = msgspec.json.decode((self.out / OOM_FILE).read_bytes(), type=dict[str, Positive])
+        except (OSError, *UNREADABLE):
+            return limit
+        return min(limit, left.get("micro_batch", limit))
+
+    def _open_metrics(self) -> Metrics:
+        """Open the file of metrics, without the steps that a resumed run trains again, and the trackers."""
+        begun_at = self._loop.batches_seen
+        logged = rewind_metrics(self.out / METRICS, batches_seen=begun_at)
+        settings = (self.options.by_name() | self.facts.get("plan", {})).items()
+        trackers = open_trackers(
+            self.options.log,
+            self.out,
+            project=self._loop.workload.name,
+            settings={name: value for name, value in settings if isinstance(value, str | int | float)},
+            begun_at=begun_at,
+            logged=logged,
+        )
+        return Metrics(self.out / METRICS, [*trackers, *self.sinks], note=self.progress.note)
+
+    def _train_batches(self) -> None:
         """Train the remaining batches, or until a rule of the user's ends the run, and write a checkpoint.
 
         After each step come its validation, its record, its checkpoint, the rule, and the check for a signal.
         In this order the metrics have a line for every batch that a checkpoint holds.
         """
-        total, until = self._loop.sampler.total, self._run.until
+        total, until = self._loop.sampler.total, self.until
         for step in self._loop.run():
             record = self._record(step)
             if self._checkpoint_is_due(record.step):
                 self._save_if_needed()
-                self._progress.saved(record.step)
-            if until is not None and self._is_enough(until, record):
-                self._add_note(f"until=… ended the run after step {record.step} of {total}")
+                self.progress.saved(record.step)
+            if until is not None and self._loop.engine.ranks.once(partial(self._is_enough, until, record)):
+                self.note(f"until=… ended the run after step {record.step} of {total}")
                 break
             self._stop_if_requested()
         self._stop_if_requested()
         self._save_if_needed()
+        if self._raised is not None:
+            raise self._raised
 
     def _record(self, step: StepRecord) -> StepRecord:
         """Write the record of a step, with a validation if one is due, and say what is worth a note."""
-        every, total = self._run.options.validate_every, self._loop.sampler.total
+        every, total = self.options.validate_every, self._loop.sampler.total
         try:
             if every is not None and step.step % every == 0 and step.step != total:
-                self._progress.doing("validating")
-                step = msgspec.structs.replace(step, validation=self.validate())
+                self.progress.doing("validating")
+                step = msgspec.structs.replace(step, validation=self._validate())
         finally:
-            self.metrics.step(step)
-        self._progress.stepped(step, total)
+            self._metrics.step(step)
+        self.progress.stepped(step, total)
         if step.recovered is not None:
-            self._add_note(
+            self.note(
                 f"step {step.step}: out of memory, repeated at micro-batch {step.micro_batch}: "
                 f"{step.recovered}"
             )
         return step
 
     def _is_enough(self, until: Until, record: StepRecord) -> bool:
-        """Ask the user's rule on rank 0 whether the run ends here; all ranks call it.
+        """Ask the user's rule whether the run ends here, as it also does if the rule raises."""
+        try:
+            with user_code("until"):
+                return bool(until(record))
+        except Exception as error:
+            self._raised = error
+            return True
 
-        Raises:
-            Exception: whatever the rule raises, on rank 0, after a checkpoint.
-            UserCodeError: the same on the other ranks.
-        """
-        raised: list[Exception] = []
-
-        def ask() -> bool | str:
-            try:
-                with user_code("until"):
-                    return bool(until(record))
-            except Exception as error:
-                raised.append(error)
-                return describe(error)
-
-        answer = self._loop.engine.ranks.once(ask)
-        if isinstance(answer, bool):
-            return answer
-        self._save_if_needed()
-        raise raised[0] if raised else UserCodeError(f"on rank 0, {answer}")
-
-    def _add_note(self, line: str) -> None:
-        self._run.notes.append(line)
-        self._progress.note(line)
-
-    def validate(self) -> dict[str, float | None]:
+    def _validate(self) -> dict[str, float | None]:
         """Return the validation metrics, of the averaged weights if there are any.
 
         The weights and the random states of the training are restored.
@@ -288,33 +227,29 @@ class _Run:
         loop = self._loop
         loop.engine.ranks.send(loop.train_state.model.buffers())
         # One rank of a shared model can neither stop alone nor, out of memory, fail with the others.
-        loop.can_be_saved = is_alone = loop.engine.is_alone
+        loop.can_be_saved = loop.engine.is_alone
         with preserved_random_state(), loop.train_state.averaged():
-            metrics = self._validator.run(lambda: is_alone and loop.engine.request.is_asked)
+            metrics = self._validator.run()
         loop.can_be_saved = True
         loop.engine.request.agree(loop.engine.ranks.gather(loop.engine.request.own))
         # A checkpoint must hold the random states of the training, which are restored only here.
         self._stop_if_requested()
         return metrics
 
-    def end_with(self, error: AutobatchError) -> None:
+    def _end_with(self, error: AutobatchError) -> None:
         """Add to an error how to continue. If memory ran out, save what a continuation needs before.
 
         That is a checkpoint, if the state is that between two steps, and for a restart the smaller
         micro-batches.
         """
-        loop, out = self._loop, self._run.out
+        loop, out = self._loop, self.out
         if isinstance(error, DoesNotFitError | RestartSmallerError) and loop.can_be_saved:
-            try:
+            with suppress(Exception):  # the error of the run counts, whatever this one is
                 self._save_if_needed()
-            except Exception as failure:  # the error of the run counts, whatever this one is
-                error.add_note(
-                    f"no checkpoint of step {loop.batches_seen} could be written: {first_line(failure)}"
-                )
         if isinstance(error, RestartSmallerError):
             write_atomic(out / OOM_FILE, msgspec.json.encode({"micro_batch": loop.micro_batch}))
         if list_checkpoints(out / CHECKPOINTS):
-            error.add_note(f"resume from the newest checkpoint with: {self._run.resume_hint}")
+            error.add_note(f"resume from the newest checkpoint with: {self.resume_hint}")
         elif isinstance(error, RestartSmallerError):
             smaller = loop.split.of_longest(loop.micro_batch)
             error.add_note(f"there is no checkpoint yet: start again with --max-micro-batch {smaller}")
@@ -329,13 +264,13 @@ class _Run:
         kept = "without a checkpoint" if self._newest is None else f"with checkpoint {self._newest}"
         raise Interrupted(
             f"stopped after step {loop.batches_seen} of {loop.sampler.total} {kept}. Resume with: "
-            f"{self._run.resume_hint}",
+            f"{self.resume_hint}",
             signal_number=counts_as(number),
         )
 
     def _checkpoint_is_due(self, step: int) -> bool:
         """Return whether a checkpoint of a step is due; all ranks call it."""
-        every, seconds = self._run.options.checkpoint_every, self._run.options.checkpoint_seconds
+        every, seconds = self.options.checkpoint_every, self.options.checkpoint_seconds
         if seconds is None:
             return isinstance(every, int) and step % every == 0
         return self._loop.engine.ranks.agree(self._loop.clock() - self._saved_at > seconds)
@@ -347,41 +282,37 @@ class _Run:
             CheckpointError: it could not be written.
             DoesNotFitError: memory ran out. The state of the run, and earlier checkpoints, are intact.
         """
-        loop, run, ranks = self._loop, self._run, self._loop.engine.ranks
+        loop, ranks = self._loop, self._loop.engine.ranks
         if self._newest is not None and step_of(self._newest) == loop.batches_seen:
             return
-        self._progress.doing("saving a checkpoint")
+        self.progress.doing("saving a checkpoint")
         # After a power cut, the disk has a line for every step of the checkpoint.
-        ranks.once(self.metrics.sync)
+        ranks.once(self._metrics.sync)
         # A rank may fail alone.
         loop.can_be_saved = ranks.world == 1
         doing = f"the checkpoint of step {loop.batches_seen} was written; earlier checkpoints are intact"
         with memory_named(doing):
             loop.engine.ranks.send(loop.train_state.model.buffers())
             self._newest = save_checkpoint(
-                run.out / CHECKPOINTS,
+                self.out / CHECKPOINTS,
                 step=loop.batches_seen,
                 state=capture_loop(loop),
-                facts={**run.facts, "notes": run.notes},
-                keep_last=run.options.keep_last,
+                facts={**self.facts, "notes": self.notes},
+                keep_last=self.options.keep_last,
                 ranks=ranks,
             )
         # The checkpoint has the smaller micro-batches now. No rank continues before the file is gone,
         # because it may run out of memory at once and write a new one.
-        ranks.once(lambda: (run.out / OOM_FILE).unlink(missing_ok=True))
+        ranks.once(lambda: (self.out / OOM_FILE).unlink(missing_ok=True))
         self._saved_at = loop.clock()
         loop.can_be_saved = True
 
-    def summary(self, validation: dict[str, float | None]) -> Training:
+    def _summary(self, validation: dict[str, float | None]) -> Training:
         """Return the summary of a finished run."""
-        loop, resumed = self._loop, self._run.resumed
+        loop, resumed = self._loop, self.resumed
         average = loop.train_state.average
-
-        def totals() -> dict[str, Any]:
-            self.metrics.sync()
-            return totals_of(self._run.out / METRICS)
-
-        found, samples = loop.engine.ranks.once(totals), loop.sampler.seen(loop.batches_seen)
+        found = loop.engine.ranks.once(lambda: totals_of(self.out / METRICS))
+        samples = loop.sampler.seen(loop.batches_seen)
         return Training(
             **found,
             samples=samples,
@@ -393,8 +324,50 @@ class _Run:
             validation=validation,
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
-            notes=[*self._run.notes],
+            notes=[*self.notes],
         )
+
+
+@memory_named("the training was prepared")
+def train_plan(
+    setup: Setup, plan: Plan, sampler: GlobalBatchSampler, run: TrainingRun, ranks: Ranks
+) -> tuple[Training, nn.Module]:
+    """Train a plan to the end of its run; the model of the setup is trained in place.
+
+    Returns:
+        The record of the training, and the trained model.
+
+    Raises:
+        InputError: a part of the workload is invalid, or a BatchNorm would get a single sample.
+        AutobatchError: see `TrainingRun.train`.
+    """
+    notes = check_batch_norms(setup.model, plan, sampler)
+    if run.options.validate_every is not None and setup.workload.validation_data is None:
+        notes.append("no effect without validation data: --validate-every")
+    for line in notes:
+        run.note(line)
+    run.progress.doing("preparing the training")
+    resumed = run.resumed
+    seeds = resumed is not None and resumed.facts["sample_seeds"]
+    with open_loop(setup, plan, run.options, sampler, ranks, sample_seeds=seeds) as loop:
+        for line in check_validation(loop):
+            run.note(line)
+        if resumed is not None:
+            for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
+                run.progress.note(line)
+            # The loop has it now, and the caller would hold it as long as the run lasts.
+            resumed.state.clear()
+        run.facts |= {
+            "plan": msgspec.to_builtins(plan),
+            "sample_seeds": loop.feed.seeds_samples,
+            "run": run_facts(setup, sampler),
+            "versions": versions(),
+            "ranks": ranks.gather(device_key(setup)),
+        }
+        # The first step starts with an empty cache, as a probe does.
+        setup.device.release()
+        run.progress.doing("training: the first step")
+        return run.train(loop), loop.train_state.model
 
 
 FILLER_SAMPLES = 2
@@ -410,12 +383,11 @@ def open_loop(
     ranks: Ranks,
     *,
     sample_seeds: bool = False,
-    note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Loop]:
     """Build a loop at its first batch, on the device and with its feed; close both at the end of the block.
 
     Raises:
-        InputError: a part of the workload is invalid, or raised on the first validation samples.
+        InputError: a part of the workload is invalid.
     """
     device = setup.device
     split = split_of(plan, setup.worst_case.sizes, rank=ranks.rank, world=ranks.world)
@@ -433,18 +405,7 @@ def open_loop(
     )
     with device.session(is_probe=False) as meter, closing(feed):
         seed_everything(options.seed)
-        train_state = _open_train_state(setup, plan, meter, ranks)
-
-        def filler() -> Collated:
-            """Return the first samples, for a rank with fewer micro-batches than others."""
-            ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))
-            return to_device(load_micro_batch(setup.workload, ids), device.torch_device)
-
-        if train_state.mesh is not None:
-            engine: Whole = Shared(ranks, train_state, filler)
-        else:
-            engine = Whole(ranks, train_state)
-            ranks.send([*train_state.model.parameters(), *train_state.model.buffers()])
+        train_state, engine = _open_train_state(setup, plan, meter, ranks)
         if ranks.rank:
             seed_everything(mix_seed(options.seed, ranks.rank))
         loop = Loop(
@@ -460,16 +421,11 @@ def open_loop(
             schedules=build_schedules(workload, train_state.optimizers, sampler),
             on_nonfinite=options.on_nonfinite,
         )
-        for line in check_validation(loop):
-            note(line)
-        if device.new_allocator is not Allocator:
-            # The first step starts with an empty cache, as a probe does.
-            device.release()
         yield loop
 
 
-def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> TrainState:
-    """Place the model on the device of this rank, and build what its steps need."""
+def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> tuple[TrainState, Whole]:
+    """Place the model on the device of this rank, and build what its steps need, with its engine."""
     meter.mark("setup")
     device = setup.device.torch_device
     if plan.parallel == "shard" and isinstance(ranks, Group):
@@ -482,9 +438,17 @@ def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> T
     meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
     settings = replace(setup, precision=plan.precision, knobs=plan.knobs)
     train_state = build_train_state(setup.workload, model, device, settings, learning_rate=plan.learning_rate)
-    if shared is not None:
-        shared.attach(train_state)
-    return train_state
+    if shared is None:
+        ranks.send([*model.parameters(), *model.buffers()])
+        return train_state, Whole(ranks, train_state)
+    shared.attach(train_state)
+
+    def filler() -> Collated:
+        """Return the first samples, for a rank with fewer micro-batches than others."""
+        ids = range(min(FILLER_SAMPLES, len(setup.workload.train_data)))
+        return to_device(load_micro_batch(setup.workload, ids), device)
+
+    return train_state, Shared(ranks, train_state, filler)
 
 
 def build_schedules(

@@ -1,4 +1,4 @@
-"""Folder of a run: its name, its files, and the lock that keeps a second run out."""
+"""Folder of a run: its name, its files, the lock that keeps a second run out, and the trained weights."""
 
 from __future__ import annotations
 
@@ -6,20 +6,29 @@ import contextlib
 import datetime
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from torch import Tensor
 
-from autobatch.core.errors import InputError
-from autobatch.core.files import AVERAGED_WEIGHTS, METRICS, REPORT, RESULT, WEIGHTS
-from autobatch.training.trackers import TENSORBOARD, TRACKERS
+from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.files import AVERAGED_WEIGHTS, METRICS, REPORT, RESULT, WEIGHTS, replaced_file
+from autobatch.core.text import error_text
+from autobatch.distributed.engine import Whole
+from autobatch.step.train_state import TrainState
+from autobatch.training.metrics import TENSORBOARD, TRACKERS
 
 RUNS = Path("runs")
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 OOM_FILE = "oom.json"
 """Left by a run that ended out of memory: the largest ``micro_batch`` to resume with."""
+METADATA = {"format": "pt"}
+"""Written into every file of weights; transformers reads only files whose format it knows. A second entry
+would make the bytes of a file differ from run to run, because safetensors writes them in any order."""
 
 
 def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
@@ -55,16 +64,9 @@ def claim_folder(out: Path) -> Iterator[None]:
         InputError: it is not writable, or another run holds it.
     """
     made = [path for path in (out, *out.absolute().parents) if not os.path.lexists(path)]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"the run's folder {out} cannot be made ({error.strerror}): give another --out"
-        ) from None
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise InputError(f"the run's folder {out} is not writable: give another --out")
     lock: BaseFileLock = FileLock(out / LOCK)
     try:
+        out.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(blocking=False)
         except Timeout:  # which is an OSError, too
@@ -75,6 +77,10 @@ def claim_folder(out: Path) -> Iterator[None]:
     except Timeout:
         raise InputError(
             f"another run is writing to {out}: wait until it ends, or give another --out"
+        ) from None
+    except OSError as error:
+        raise InputError(
+            f"the run's folder {out} cannot be written ({error.strerror or error}): give another --out"
         ) from None
     try:
         yield
@@ -93,7 +99,7 @@ def move_earlier_run(out: Path) -> str | None:
     Returns:
         Its new folder; None if there was no earlier run.
     """
-    names = (CHECKPOINTS, METRICS, TRACKERS, TENSORBOARD, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
+    names = (CHECKPOINTS, OOM_FILE, METRICS, TRACKERS, TENSORBOARD, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
     old = [path for path in (out / name for name in names) if os.path.lexists(path)]
     if not old:
         return None
@@ -103,3 +109,44 @@ def move_earlier_run(out: Path) -> str | None:
     for path in old:
         path.rename(folder / path.name)
     return str(folder)
+
+
+def export_weights(train_state: TrainState, folder: Path, engine: Whole) -> None:
+    """Write the weights as safetensors, and their averages if there are any.
+
+    All ranks call it, and rank 0 writes. Of tied weights a file has one, and its metadata name the others
+    (`safetensors.torch.save_model`).
+
+    Raises:
+        CheckpointError: a file cannot be written, or safetensors cannot hold a part of the state dict.
+    """
+
+    def export(name: str) -> None:
+        weights = engine.whole_weights(train_state.model)
+        engine.ranks.once(lambda: _write(weights, folder / name))
+
+    export(WEIGHTS)
+    if train_state.average is not None:
+        with train_state.averaged():
+            export(AVERAGED_WEIGHTS)
+
+
+def _write(weights: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_model
+
+    try:
+        # Names are those before ``torch.compile``. Of a part of another tensor, not tied to it, a copy.
+        own = {
+            ".".join(part for part in name.split(".") if part != "_orig_mod"): (
+                value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
+            )
+            for name, value in sorted(weights.items())
+        }
+        model: Any = SimpleNamespace(state_dict=lambda: dict(own))  # all that is asked of a model
+        with replaced_file(path) as temporary:
+            save_model(model, str(temporary), {**METADATA})  # it adds the names of tied weights
+    except Exception as error:  # of many kinds, for a full disk and for what safetensors cannot hold
+        reason = f"{type(error).__name__}: {error_text(error, first_line=True)}".rstrip(".")
+        raise CheckpointError(
+            f"the weights could not be written to {path} ({reason}). The checkpoints hold them too"
+        ) from error

@@ -1,8 +1,8 @@
 """The check before training that splitting a batch does not change its gradient, and the note on BatchNorm.
 
-Some samples of the run are collated as a whole and as micro-batches. Both run through the code that trains,
-with the same draws: the whole as one micro-batch, the others one after the other. Their gradients must agree.
-If they do not, the likely causes are listed.
+The first samples of the run are collated as a whole and as micro-batches. Both run through the code that
+trains, with the same draws: the whole as one micro-batch, the others one after the other. Their gradients
+must agree. If they do not, the likely causes are listed.
 
 Rounding is less than an error in float64, so the passes run in it if the model takes it and its copy is
 small. In train mode dropout and BatchNorm stay in eval mode, because they make every pass differ. If two
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate as running_sums
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -28,9 +28,10 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.core.units import significant
 from autobatch.device.oom import Verdict, classify, loses_context
-from autobatch.planning import micro_batches, split_evenly, split_over_ranks
+from autobatch.planning import micro_batches, split_over_ranks
 from autobatch.rehearsal.rehearsal import on_copies
 from autobatch.rehearsal.setup import Setup
+from autobatch.report.facts import plural
 from autobatch.step.gradients import LOW_PRECISION
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_step import accumulate
@@ -43,8 +44,6 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import describe
 
 SplitCheck = Literal["error", "note", "off"]
-CANDIDATES, READ_SECONDS = 256, 0.5
-"""Samples of the run's beginning that the compared ones are chosen from, and the time to read them."""
 SAMPLES, PARTS = 64, 4
 """Samples that are compared, which are no more than so many micro-batches; they are compared in as many."""
 FLOAT64_BUDGET_SHARE = 0.1
@@ -80,13 +79,11 @@ class Finding(NamedTuple):
             InputError: batches are split, the loss cannot be, and the user asked for an error.
         """
         is_split = plan.world_size > 1 or plan.micro_batch_of_longest < plan.target_batch
-        if self.fault is not None and not is_split:
-            exact = "every batch is one micro-batch, which is exact as long as memory does not run out"
-            return [f"{self.fault}. In this run {exact}"]
-        if self.fault is not None and asked == "error":
-            raise InputError(f"{self.fault}. To train anyway, use --split-check note")
         if self.fault is not None:
-            return [self.fault]
+            if is_split and asked == "error":
+                raise InputError(f"{self.fault}. To train anyway, use --split-check note")
+            exact = "every batch is one micro-batch, which is exact as long as memory does not run out"
+            return [self.fault if is_split else f"{self.fault}. In this run {exact}"]
         if self.unchecked is None or not is_split:
             return []
         return [
@@ -101,21 +98,15 @@ SHARED = Finding(unchecked="the ranks share the model, so check it once in one p
 def examine_run(setup: Setup, micro_batch: int, target_batch: int, seed: int = 0) -> Finding:
     """Examine whether splitting the first batch of a run changes its gradient; see `examine`.
 
-    Any of the first samples may be in one batch. A sampler of the user's decides that, so only its first
-    batch counts.
-
     Args:
-        setup: the workload and its model.
+        setup: the workload and its model; of a stream, its first samples are at hand.
         micro_batch: the largest micro-batch of the longest samples.
         target_batch: samples of an optimizer step.
         seed: of the run.
     """
-    if setup.stream is not None:  # its first samples are at hand
-        return examine(setup, micro_batch, range(len(setup.workload.train_data)))
-    count, order = epoch_of(setup.workload, seed)
-    if order is not None:
-        return examine(setup, micro_batch, list(dict.fromkeys(order(0)[:target_batch].tolist())))
-    return examine(setup, micro_batch, permutation(count, seed=seed, epoch=0)[:CANDIDATES].tolist())
+    samples, order = epoch_of(setup.workload, seed)
+    drawn = permutation(samples, seed, 0) if order is None else order(0)
+    return examine(setup, micro_batch, list(dict.fromkeys(drawn[:target_batch].tolist())))
 
 
 def examine(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:
@@ -127,35 +118,22 @@ def examine(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:
     # The loss scale of fp16 would change between passes.
     precision = "fp32" if setup.precision == "fp16" else setup.precision
     setup = replace(setup, knobs={}, ema=None, precision=precision)
+    most = min(len(ids), SAMPLES, PARTS * micro_batch)
+    finding = Finding(unchecked="it takes 2 samples, and the batch has 1")
     try:
         with preserved_random_state():
-            samples = _read(setup, ids)
-            count = min(len(samples), SAMPLES, PARTS * micro_batch)
-            if count < 2:
-                return Finding(unchecked="it takes 2 samples, and the batch has 1")
-            finding = _compare(setup, evenly_spaced(samples, count))
-            if finding.unchecked is not None and 2 <= micro_batch < count:
-                finding = _compare(setup, evenly_spaced(samples, micro_batch))
-            return finding
+            for count in sorted({most, micro_batch}, reverse=True):
+                if finding.unchecked is not None and 2 <= count <= most:
+                    # Sorted, their parts differ in what a wrong loss may weigh by.
+                    samples = sorted(fetch(setup.workload.train_data, ids[:count]), key=elements)
+                    finding = _compare(setup, samples)
     except Exception as error:  # what cannot be checked ends no run
         if loses_context(error):
             raise
-        return Finding(unchecked=describe(error))
+        finding = Finding(unchecked=describe(error))
     finally:
         setup.device.release()
-
-
-def evenly_spaced(samples: Sequence[Any], count: int) -> list[Any]:
-    """Return so many of sorted samples: their parts then differ in what a wrong loss may weigh by."""
-    return [samples[place * (len(samples) - 1) // (count - 1)] for place in range(count)]
-
-
-def _read(setup: Setup, ids: Sequence[int]) -> list[Any]:
-    """Read samples, eight at a time, until there are enough or the time is over; sort them by size."""
-    ids, start, samples = ids[:CANDIDATES], setup.clock(), list[Any]()
-    while len(samples) < len(ids) and setup.clock() - start <= READ_SECONDS:
-        samples += fetch(setup.workload.train_data, ids[len(samples) : len(samples) + 8])
-    return sorted(samples, key=elements)
+    return finding
 
 
 def _compare(setup: Setup, samples: list[Any]) -> Finding:
@@ -166,8 +144,8 @@ def _compare(setup: Setup, samples: list[Any]) -> Finding:
         seed_everything(seed)
         return collate_samples(shallow_copies(some), setup.workload.collate)
 
-    sizes = split_evenly(size, max(2, min(PARTS, size // 2)))
-    places = [slice(stop - part, stop) for stop, part in zip(running_sums(sizes), sizes, strict=True)]
+    count = max(2, min(PARTS, size // 2))
+    places = [slice(*ends) for ends in pairwise(size * part // count for part in range(count + 1))]
     whole = collated(samples)
     if digest_of(whole) == digest_of(collated(samples, seed=2)):
         batches = [collated(samples[place]) for place in places]
@@ -176,7 +154,7 @@ def _compare(setup: Setup, samples: list[Any]) -> Finding:
             batches = [cut(whole, place, size) for place in places]
         except InputError as error:
             return Finding(unchecked=f"the collate function draws at random, and {error}")
-    parts = list(zip(batches, sizes, strict=True))
+    parts = [(batch, place.stop - place.start) for batch, place in zip(batches, places, strict=True)]
     types = {parameter.dtype for parameter in setup.model.parameters()}
     nbytes = sum(parameter.numel() for parameter in setup.model.parameters()) * 16
     takes_float64 = types == {torch.float64} or nbytes < setup.device.budget_bytes * FLOAT64_BUDGET_SHARE
@@ -306,15 +284,15 @@ def statistics_notes(momenta: Sequence[float | None], sizes: Sequence[int]) -> l
     """Return notes on batch statistics; empty without BatchNorm or for a single micro-batch."""
     if not momenta or len(sizes) == 1:
         return []
-    layers, momentum = f"{len(momenta)} BatchNorm layers compute their", momenta[0]
-    who = "1 BatchNorm layer computes its" if len(momenta) == 1 else layers
     size = f"{sizes[-1]} to {sizes[0]}" if sizes[-1] < sizes[0] else f"{sizes[0]}"
+    momentum = momenta[0]
     # n updates with 1 - (1 - m) ** (1 / n) weigh as much as one with m.
     rate = 0.0 if momentum is None else 1 - (1 - momentum) ** (1 / len(sizes))
     matching = f", which a momentum of {rate:.4g} instead of {momentum:g} would undo" if rate else ""
     return [
-        f"{who} statistics over micro-batches of {size} samples, not over the batch of {sum(sizes)}: results "
-        f"depend on the micro-batch, and the running averages move {len(sizes)} times per step{matching}"
+        f"BatchNorm ({plural(len(momenta), 'layer')}) computes its statistics over micro-batches of {size} "
+        f"samples, not over the batch of {sum(sizes)}: results depend on the micro-batch, and the running "
+        f"averages move {len(sizes)} times per step{matching}"
     ]
 
 

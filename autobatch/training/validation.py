@@ -28,9 +28,9 @@ from autobatch.workload.user_code import user_code
 
 CHECKED_SAMPLES = 4
 """Validation samples that loss and metrics are tried on before training."""
-LOSS = "loss"
-Sums: TypeAlias = dict[tuple[str, ...], tuple[float, float]]
-"""Total and count of each metric by its name, and of the terms of a loss by ``loss`` and their names."""
+LOSS, METRIC = "loss", "validation metric"
+Sums: TypeAlias = dict[tuple[str, str], tuple[float, float]]
+"""Total and count of each metric, and of each term of a loss, by its kind and its name."""
 
 
 class Validator:
@@ -46,23 +46,22 @@ class Validator:
         self._loop, self._note = loop, note
         self._micro_batch = loop.split.of_longest(loop.micro_batch)
 
-    def run(self, is_asked: Callable[[], bool] = lambda: False) -> dict[str, float | None]:
+    def run(self) -> dict[str, float | None]:
         """Return the mean of the loss and of each metric over the samples of all ranks; all of them call it.
 
-        A mean is None if it is not finite. Without validation data there are none.
-
-        Args:
-            is_asked: whether to stop early, asked before each micro-batch.
+        A mean is None if it is not finite. Without validation data there are none. It ends early if this
+        process is asked to stop.
 
         Raises:
             DoesNotFitError: out of memory at a micro-batch of 1, on some rank.
-            InputError: a metric is not a number, or has the name of a term of the loss.
+            InputError: a metric is not a number.
         """
         own, sums, failure, engine = Sums(), Sums(), "", self._loop.engine
+        if self._loop.workload.validation_data is None:
+            return {}
         with _eval_mode(self._loop.train_state):
             try:
-                if self._loop.workload.validation_data is not None:
-                    self._add_own_samples(own, is_asked)
+                self._add_own_samples(own)
             except DoesNotFitError as error:
                 if not engine.is_alone:
                     raise  # in the middle of a pass of all ranks
@@ -73,21 +72,22 @@ class Validator:
             _add(sums, part)
         return _means(sums)
 
-    def _add_own_samples(self, sums: Sums, is_asked: Callable[[], bool]) -> None:
+    def _add_own_samples(self, sums: Sums) -> None:
         """Add totals and counts of the samples of this rank."""
-        loop, ranks = self._loop, self._loop.engine.ranks
-        shares = split_evenly(len(loop.workload.validation_data), ranks.world)
-        own = shares[ranks.rank]
-        place = sum(shares[: ranks.rank])
+        engine = self._loop.engine
+        shares = split_evenly(len(self._loop.workload.validation_data), engine.ranks.world)
+        own = shares[engine.ranks.rank]
+        place = sum(shares[: engine.ranks.rank])
         end = place + own
         while place < end:
-            if is_asked():
+            # One rank of a shared model cannot stop alone.
+            if engine.is_alone and engine.request.is_asked:
                 return
             ids = range(place, min(place + self._micro_batch, end))
             place += len(ids) if self._add(sums, ids) else 0
         # A rank that is done still joins the collectives of the others. What it computes does not count.
         passes, most = (math.ceil(count / self._micro_batch) for count in (own, max(shares)))
-        for _ in range(0 if loop.engine.is_alone else most - passes):
+        for _ in range(0 if engine.is_alone else most - passes):
             self._add({}, range(1))
 
     def _add(self, sums: Sums, ids: range) -> bool:
@@ -136,7 +136,6 @@ def check_validation(loop: Loop) -> list[str]:
 
     with _eval_mode(loop.train_state):
         whole, split = means(batch), means(batch[:cut], batch[cut:]) if len(batch) > 1 else {}
-    loop.device.release()
     tolerance = 1e-4 if loop.train_state.precision == "fp32" else 3e-2
     left_out = (
         "there is no held-out loss, because a WholeBatchLoss depends on the number of samples: give "
@@ -181,13 +180,12 @@ def _sums_of(loop: Loop, ids: range) -> Sums | str:
                     with user_code("loss", workload.loss):
                         terms = terms_of(train_state.run(workload.loss, micro_batch))
                         for name, term in terms.items():
-                            place = (LOSS, name) if name else (LOSS,)
-                            sums[place] = _total_and_count(place[-1], term, len(ids))
+                            sums[LOSS, name] = _total_and_count(term, len(ids))
                 if workload.metrics is not None:
                     with user_code("metrics", workload.metrics):
                         metrics = train_state.run(workload.metrics, micro_batch)
                         for name, value in _named(metrics).items():
-                            sums[name,] = _total_and_count(name, value, len(ids))
+                            sums[METRIC, name] = _total_and_count(value, len(ids))
             return sums
     except Exception as error:
         if classify(error) is Verdict.MEMORY:
@@ -204,16 +202,11 @@ def _add(sums: Sums, part: Sums) -> None:
 def _means(sums: Sums) -> dict[str, float | None]:
     """Return the mean of each metric, and of a loss of several terms, by name; None if it is not finite."""
     means = {place: total / count for place, (total, count) in sums.items() if count}
-    metrics = {place[0]: mean for place, mean in means.items() if len(place) == 1}
-    terms = {place[1]: mean for place, mean in means.items() if len(place) == 2}
-    if both := metrics.keys() & terms.keys():
-        raise InputError(
-            f"Workload(metrics=…) and the loss both have {', '.join(sorted(both))}: rename the metric, "
-            "because the mean of each term of the loss is one already"
-        )
-    if terms:
-        metrics = {LOSS: sum(terms.values()), **terms, **metrics}
-    return {name: mean if math.isfinite(mean) else None for name, mean in metrics.items()}
+    terms = [mean for (kind, _), mean in means.items() if kind == LOSS]
+    # A loss of one term has a term without a name.
+    named = {name: mean for (_, name), mean in means.items() if name}
+    named = {LOSS: sum(terms), **named} if terms else named
+    return {name: mean if math.isfinite(mean) else None for name, mean in named.items()}
 
 
 def _named(metrics: object) -> Mapping[str, Tensor | Loss]:
@@ -225,21 +218,8 @@ def _named(metrics: object) -> Mapping[str, Tensor | Loss]:
     )
 
 
-def _total_and_count(name: str, value: Tensor | Loss, size: int) -> tuple[float, float]:
-    """Return the total of a metric and the number of its items, which is finite and at least 0."""
-    try:
-        if isinstance(value, Loss):
-            total, count = float(value.total), float(value.count)
-        else:
-            total, count = float(value) * size, float(size)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"the validation metric {name!r} must be a 0-d tensor, a number or a Loss, found "
-            f"{kind_of(value)} ({error})"
-        ) from error
-    if not 0 <= count < math.inf:
-        raise InputError(
-            f"the count of the validation metric {name!r} must be finite and at least 0, found {count:g} for "
-            f"{size} samples: return the number of items that its total sums over"
-        )
-    return total, count
+def _total_and_count(value: Tensor | Loss, size: int) -> tuple[float, float]:
+    """Return the total of a metric of so many samples, and the number of its items."""
+    if isinstance(value, Loss):
+        return float(value.total), float(value.count)
+    return float(value) * size, float(size)

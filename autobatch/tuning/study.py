@@ -30,7 +30,7 @@ Facts = TypeVar("Facts", Trial, LrTrial)
 ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 FACTS = "facts"
 """Name of the attribute of a trial that keeps its record."""
-NOT_A_PURPOSE = ("budget_bytes", "total_bytes")
+NOT_A_PURPOSE = ("budget_bytes", "size of its memory")
 """Fields of the key that do not belong to a study, because free memory makes no configuration fast."""
 
 

@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from autobatch.core.errors import InputError
+from autobatch.core.options import Options
 from autobatch.workload.contract import Workload, is_stream, kind_of
 from autobatch.workload.data_digest import digest_of
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of
 from autobatch.workload.rng import (
     RandomState,
     capture_random_state,
@@ -43,6 +44,11 @@ ENDLESS = 2**62
 """Length of a stream for the arithmetic of batches, in which nothing depends on its end."""
 COMPARED = 8
 """Samples of each loader process that are compared with those of the others."""
+
+
+Share: TypeAlias = Callable[[Callable[[], list[Any]]], list[Any]]
+"""Returns to all ranks, which call it together, what a function reads on one of them. A batch that runs again
+in other shares, or is split by size, needs no further message."""
 
 
 class Prefix(list[Any]):
@@ -165,8 +171,7 @@ class StreamSampler(GlobalBatchSampler):
     """The batches of a run over a stream, read forward and only once: the places of its samples, in order."""
 
     stream: Any
-    share: Callable[[Callable[[], list[Any]]], list[Any]] = lambda read: read()
-    """Returns to all ranks, which call it together, what the function reads on one of them."""
+    share: Share = lambda read: read()
     workers: dict[str, Any] = field(default_factory=dict)
     """Loader processes that read, as arguments of a ``DataLoader``; empty for none."""
     held: dict[int, Any] = field(default_factory=dict)
@@ -221,6 +226,27 @@ class StreamSampler(GlobalBatchSampler):
                 return list(deque(islice(self._samples, samples), most_held))
             finally:
                 self._random = capture_random_state(gpus=False)
+
+
+def open_sampler(workload: Workload, stream: Any, options: Options, share: Share) -> GlobalBatchSampler:
+    """Return the batches of a run, which are the same on all ranks.
+
+    Args:
+        workload: has the data with an index.
+        stream: the data without one; None if they have one.
+        options: the target batch, the seed, and the length of the run.
+        share: gives the samples of a stream to all ranks.
+
+    Raises:
+        InputError: the sampler of the workload is invalid, or a run over a stream has no number of steps.
+    """
+    lengths: dict[str, Any] = {
+        name: getattr(options, name) for name in ("target_batch", "seed", "steps", "epochs")
+    }
+    if stream is None:
+        samples, order = epoch_of(workload, options.seed)
+        return GlobalBatchSampler(**lengths, samples=samples, order=order)
+    return StreamSampler(**lengths, samples=length_of_stream(options.steps), stream=stream, share=share)
 
 
 def unchanged(sample: Any) -> Any:

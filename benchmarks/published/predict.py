@@ -171,7 +171,7 @@ def torchtitan_step(checkouts: Path, row: Row) -> Published:
         def shard(model: nn.Module, _: Precision) -> ShardedModel:
             parallel.apply_ac(model, SimpleNamespace(mode="selective", selective_ac_option="op"))
             parallel.apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
-            return ShardedModel(model, mesh)
+            return ShardedModel(model)
 
         with fake_ranks(world):
             mesh = init_device_mesh("cpu", (world,))

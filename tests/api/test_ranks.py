@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fractions
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,12 +17,15 @@ from torch.nn.functional import cross_entropy
 
 import autobatch
 from autobatch import InputError
+from autobatch.api import pipeline
 from autobatch.api.pipeline import run_command
 from autobatch.api.run import Run, claim
 from autobatch.distributed.ranks import Ranks
 from tests.support.options import as_options
+from tests.support.probes import Listener
 from tests.support.rank_server import RankServer
-from tests.support.training import make_workload, points
+from tests.support.ranked import open_group
+from tests.support.training import make_setup, make_workload, points
 
 
 class Two(Ranks):
@@ -77,6 +83,38 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
     with run.held, pytest.raises(InputError, match="rank 1 on b does not see the folder"):
         claim(run, "name")
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == []
+
+
+def read_stream() -> tuple[bool, int, list[str]]:
+    """Open a stream whose first sample differs by rank, and share a batch of it.
+
+    Returns:
+        True if all samples arrived, the bytes that one of them takes, and the notes.
+    """
+    group = open_group()
+    samples = [
+        [torch.arange(20.0).reshape(4, 5).T[1:], torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 3)],
+        {"text": "a", "more": (np.float32(0.5), fractions.Fraction(1, 3), None)},
+        torch.zeros(1000, 1000)[3],
+    ]
+    setup = make_setup(make_workload(train_data=[group.rank]), stream=lambda: iter(samples))
+    listener = Listener()
+    run = replace(a_run(group, target_batch=3, steps=1), progress=listener)
+    sampler: Any = pipeline._sampler_of(run, setup)
+    next(sampler.batches())
+    tensors, plain, row = sampler.held.values()
+    group.close()
+    is_same = all(map(torch.equal, tensors, samples[0])) and plain == samples[1]  # type: ignore[arg-type]
+    return is_same, row.untyped_storage().nbytes(), listener.notes
+
+
+@pytest.mark.distributed
+def test_samples_of_a_stream_arrive_without_the_memory_around_them_and_a_split_one_is_noted(
+    server: RankServer,
+) -> None:
+    for is_same, size, (note,) in server.values(read_stream):
+        assert (is_same, size) == (True, 4000)
+        assert "must not be split by rank" in note
 
 
 def wide() -> nn.Module:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from autobatch import AutobatchError, CheckpointError, InputError
+from autobatch import AutobatchError, InputError
 from autobatch.distributed.group import LaunchedGroup, join_existing, join_loop
 from autobatch.distributed.launch import open_ranks
 from autobatch.distributed.ranks import Ranks, read_launch
@@ -22,8 +23,10 @@ from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 
 ENVIRON = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host"}
-LIMIT_S = 1.5
-"""Limit of a wait, which a busy machine does not exceed."""
+LIMIT_S = 4.0
+"""Limit of a wait, which a busy machine does not exceed, longer than a roll call of tests."""
+LOST = 1
+"""Rank of three that is lost, between two others that wait for each other, too."""
 
 
 @pytest.mark.parametrize(
@@ -74,16 +77,10 @@ def test_a_loop_joins_a_group_that_exists_and_leaves_its_own(server: RankServer)
     assert server.values(join_and_end) == [(1, [[0, 1]] * 2, 1, 1, False)] * 2
 
 
-def save_to_a_full_disk() -> None:
-    raise CheckpointError("the disk is full")
-
-
 def fail_in_turn(out: str) -> tuple[int | None, str]:
     """Fail on rank 1, which the others notice; return their codes, and what a second start finds."""
     ranks = open_group()
     ranks.enter(Path(out))
-    with pytest.raises(CheckpointError, match="disk is full"):  # on every rank
-        ranks.once(save_to_a_full_disk)
     assert ranks.agree(ranks.rank == 1)
     if ranks.rank == 1:
         found = ranks.fail("memory ran out", 77)
@@ -108,17 +105,17 @@ def test_the_first_failure_counts_and_a_restart_knows_the_folder(server: RankSer
 
 
 def killed(group: LaunchedGroup) -> None:
-    """Lose rank 2 after work of rank 0 that takes longer than the limit."""
+    """Lose a rank in a sum, after work of rank 0 that takes longer than the limit."""
     group.once(lambda: time.sleep(LIMIT_S + 0.5))
-    if group.rank == 2:
+    if group.rank == LOST:
         os.kill(os.getpid(), signal.SIGKILL)
-    group.agree(False)
+    group.sum([torch.zeros(10**6), torch.zeros(3)], "sum the gradients")
 
 
 def hangs(group: LaunchedGroup) -> None:
-    """Let rank 0 work alone, and again while rank 2 hangs."""
+    """Let rank 0 work alone, and again while another rank hangs."""
     group.once(lambda: None)
-    if group.rank == 2:
+    if group.rank == LOST:
         time.sleep(100)
     group.once(lambda: None)
 
@@ -133,7 +130,7 @@ class SilentStore:
 
 
 def cut_off(group: LaunchedGroup) -> None:
-    """Lose rank 2 and the store."""
+    """Lose a rank and the store."""
     group._start = SilentStore()  # type: ignore[assignment]
     killed(group)
 
@@ -154,14 +151,14 @@ def test_a_rank_that_is_missing_is_named(server: RankServer, tmp_path: Path, act
     """Of three ranks, whatever is between them: one of the others reports, and all leave."""
     ended = server.run(act_and_leave, str(tmp_path), act, world=3, seconds=20)
     verdict = json.loads((tmp_path / "verdict.json").read_text())
-    assert verdict["line"].startswith("rank 2 ended, hangs or cannot be reached"), verdict
-    assert (verdict["rank"] != 2, verdict["code"]) == (True, 1)
-    assert [one.code for one in ended][:2] == [1, 1]
+    assert verdict["line"].startswith(f"rank {LOST} ended, hangs or cannot be reached"), verdict
+    assert (verdict["rank"] != LOST, verdict["code"]) == (True, 1)
+    assert [one.code for one in ended][:: LOST + 1] == [1, 1]
 
 
 @pytest.mark.program
 @pytest.mark.distributed
 def test_a_rank_that_cannot_reach_the_store_leaves_too(server: RankServer, tmp_path: Path) -> None:
     ended = server.run(act_and_leave, str(tmp_path), cut_off, world=3, seconds=40)
-    assert [one.code for one in ended][:2] == [1, 1]
+    assert [one.code for one in ended][:: LOST + 1] == [1, 1]
     assert json.loads((tmp_path / "verdict.json").read_text())["line"].startswith("a rank ended")

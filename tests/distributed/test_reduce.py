@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autobatch import InputError
 from autobatch.distributed import engine
-from autobatch.distributed.engine import SPARSE, kinds_of, sum_gradients
+from autobatch.distributed.engine import present, sum_gradients
 from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import Gradients
 
@@ -50,7 +50,7 @@ def test_gradients_are_summed_in_any_capacity(
     parameters, gradients = gradients_of([first, *[torch.float32] * 5])
     before = [None if one.grad is None else one.grad.clone() for one in parameters]
     ranks, of_others = Among(), bytes(number != NOBODYS for number in range(len(SIZES)))
-    sum_gradients(ranks, gradients, [kinds_of(gradients), of_others, of_others])
+    sum_gradients(ranks, gradients, [present(gradients), of_others, of_others])
     assert ranks.sums == messages + (together > 0 and first is not torch.float32)
     for number, (parameter, own) in enumerate(zip(parameters, before, strict=True)):
         if number == NOBODYS:
@@ -60,10 +60,8 @@ def test_gradients_are_summed_in_any_capacity(
             assert torch.equal(parameter.grad, expected)
 
 
-def test_a_sparse_gradient_on_one_rank_is_refused_on_every_rank() -> None:
+def test_a_sparse_gradient_is_refused() -> None:
     parameters, gradients = gradients_of([torch.float32] * 6)
-    others = kinds_of(gradients)
     parameters[0].grad = parameters[0].grad.to_sparse(1)
-    assert kinds_of(gradients)[0] == SPARSE
     with pytest.raises(InputError, match="use sparse=False"):
-        sum_gradients(Among(), gradients_of([torch.float32] * 6)[1], [others, kinds_of(gradients)])
+        present(gradients)

@@ -57,11 +57,11 @@ def other_loss(model: nn.Module, batch) -> torch.Tensor:
         ("optimizer", work(optimizer=lambda p, lr: torch.optim.AdamW(p, lr=lr, foreach=False)), {}),
         ("samples", work(train_data=vectors(width=WIDTH + 1)), {}),
         ("loss", work(loss=other_loss), {}),
-        ("precision", work(), {"precision": "bf16"}),
+        ("--precision", work(), {"precision": "bf16"}),
         ("budget_bytes", work(), {"memory_budget": "2MiB"}),
         ("ema", work(), {"ema": 0.9}),
         ("keeps_batches", work(), {"command": "plan"}),
-        ("world_size", work(), {"world": 2}),
+        ("number of ranks", work(), {"world": 2}),
     ],
 )
 def test_everything_that_changes_the_limit_changes_one_field_of_the_key(

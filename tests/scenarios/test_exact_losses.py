@@ -259,5 +259,5 @@ def test_batch_statistics_are_named_before_training(tmp_path: Path) -> None:
     workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
     _, notes = fit(workload, tmp_path, target_batch=SAMPLES, max_micro_batch=8, steps=1)
     found = next(note for note in notes if "BatchNorm" in note)
-    assert "1 BatchNorm layer computes its statistics over micro-batches of 8 samples, not over" in found
+    assert "BatchNorm (1 layer) computes its statistics over micro-batches of 8 samples, not over" in found
     assert "a momentum of 0.03451 instead of 0.1 would undo" in found

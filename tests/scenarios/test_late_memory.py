@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from autobatch import Training
 from autobatch.core.units import GiB, MiB
-from autobatch.training.run import train as run_loop
 from tests.support.probes import Listener
 from tests.support.runs import rows, settings
+from tests.support.runs import train as run_loop
 from tests.support.training import adamw, apart, make_loop, make_workload, network, points, then, weights
 
 SINCE, STEPS = 4, 7

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autobatch import AutobatchError, Progress
+from autobatch import AutobatchError
 from autobatch.distributed.group import LaunchedGroup
-from autobatch.training.checkpoint import list_checkpoints
+from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop import Loop
-from autobatch.training.resume import load_run_state, restore_loop
-from autobatch.training.run import train
+from autobatch.training.resume import restore_loop
 from tests.support.detection import detection, scenes
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
-from tests.support.runs import settings
+from tests.support.runs import settings, train
 from tests.support.sharded_loops import block_workload, sharded_loop
 from tests.support.training import HOST, TOKENS, apart, make_workload, weights
 
@@ -128,7 +127,7 @@ def leave(out: str, kind: str, site: int | None) -> list[str]:
     optimizer.register_step_post_hook(lambda *_: print("step", file=steps, flush=True))
     try:
         with fault, (Path(out) / f"steps-of-rank-{group.rank}").open("w") as steps:
-            train(loop, settings(Path(out), **SAVED), Progress())
+            train(loop, settings(Path(out), **SAVED))
     except AutobatchError as error:
         os._exit(group.fail(str(error), error.exit_code) or error.exit_code)
     group.close()
@@ -142,9 +141,9 @@ def train_smaller(kind: str, out: str | None, limit: int) -> tuple[Tensor, int]:
     if out is None:
         list(loop.run())
     else:
-        resumed = load_run_state(Path(out), group)
+        resumed = load_newest(Path(out) / "checkpoints", group)
         restore_loop(loop, resumed.state, same_hardware=True, folder=resumed.path)
-        train(loop, settings(Path(out), resumed=resumed, **SAVED), Progress())
+        train(loop, settings(Path(out), resumed=resumed, **SAVED))
     parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in loop.train_state.model.parameters()]
     group.close()
     return torch.cat([part.detach().flatten() for part in parts]), loop.micro_batch

@@ -12,10 +12,9 @@ import torch
 
 from autobatch import Interrupted
 from autobatch.training.checkpoint import list_checkpoints, load_newest
-from autobatch.training.run import train
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
-from tests.support.runs import ActingAfter, settings
+from tests.support.runs import ActingAfter, settings, train
 from tests.support.training import make_workload, points
 
 pytestmark = pytest.mark.distributed

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch import Interrupted, Progress
-from autobatch.training.run import train
+from autobatch import Interrupted
 from tests.support.kinds import stateful
-from tests.support.runs import HINT, STEPS, open_loop, resume, rows, saved_steps, settings
+from tests.support.runs import HINT, STEPS, open_loop, resume, rows, saved_steps, settings, train
 from tests.support.training import fingerprint, mean_loss
 
 
@@ -41,10 +40,10 @@ def test_a_signal_drops_the_open_step_and_a_resume_draws_it_again(
 
     options = {"target_batch": 8, "micro_batch": 3}
     straight, out = open_loop(stateful(), **options), tmp_path / "stopped"
-    train(straight, settings(tmp_path / "straight"), Progress())
+    train(straight, settings(tmp_path / "straight"))
     before = signal.getsignal(number)
     with pytest.raises(Interrupted) as caught:
-        train(open_loop(stateful(loss=loss), **options), settings(out), Progress())
+        train(open_loop(stateful(loss=loss), **options), settings(out))
     assert caught.value.exit_code == exit_code
     assert f"after step {step} of {STEPS}" in str(caught.value)
     assert f"checkpoint {out / 'checkpoints' / f'step-{step:08d}'}" in str(caught.value)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from autobatch import InputError
 from tests.support.detection import detection, scenes, terms
 from tests.support.runs import fit, rows
 
@@ -33,9 +32,3 @@ def test_a_run_tells_each_term_wherever_it_tells_the_loss(tmp_path: Path) -> Non
     own["loss"] = sum(own.values())
     assert training.validation == pytest.approx(own, rel=1e-12)
     assert f"(boxes {training.final_terms['boxes']:.3g}" in (tmp_path / "report.html").read_text()
-
-
-def test_a_metric_with_the_name_of_a_term_is_refused(tmp_path: Path) -> None:
-    workload = detection(validation_data=scenes(9), metrics=lambda m, b: {"boxes": torch.zeros(())})
-    with pytest.raises(InputError, match=r"Workload\(metrics=…\) and the loss both have boxes: rename"):
-        fit(workload, tmp_path, **RUN)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch import Interrupted, Progress, StepRecord
-from autobatch.training.run import train
+from autobatch import Interrupted, StepRecord
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
-from tests.support.runs import ActingAfter, fit, saved_steps, settings
+from tests.support.runs import ActingAfter, fit, saved_steps, settings, train
 from tests.support.training import make_workload, mean_loss, points, weights
 
 OPTIONS: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 3, "steps": 9, "split_check": "off"}
@@ -52,11 +51,11 @@ def ruled(out: Path) -> tuple[int, str]:
         return record.step == 2
 
     loop = ranked_loop(group, make_workload(), [3, 3], target_batch=8, steps=6)
-    steps = train(loop, settings(out, until=until), Progress()).optimizer_steps
+    steps = train(loop, settings(out, until=until)).optimizer_steps
     try:
-        train(loop, settings(out, until=until), Progress())
+        train(loop, settings(out, until=until))
     except Exception as error:
-        group.close()
+        group.fail(str(error), 2)
         notes = getattr(error, "__notes__", [])
         return steps, f"{type(error).__name__} {loop.batches_seen} {notes}"
     raise AssertionError("the rule has raised nothing")
@@ -66,7 +65,7 @@ def ruled(out: Path) -> tuple[int, str]:
 def test_rank_0_decides_for_all(server: RankServer, tmp_path: Path) -> None:
     own, other = server.values(ruled, tmp_path)
     assert own == (2, "ZeroDivisionError 3 ['raised by the workload: until']")
-    assert (other[0], other[1][:15]) == (2, "UserCodeError 3")
+    assert (other[0], other[1][:10]) == (2, "RankLost 3")
     assert saved_steps(tmp_path) == [2, 3]
 
 

@@ -11,11 +11,11 @@ from autobatch import CheckpointError
 from autobatch.core.files import file_entry
 from autobatch.training.checkpoint import (
     MANIFEST,
-    check_files,
+    list_checkpoints,
     load_newest,
     read_manifest,
     save_checkpoint,
-    write_manifest,
+    sealed,
 )
 
 
@@ -30,22 +30,21 @@ def seal(path: Path, facts: dict[str, Any]) -> None:
     """Give the files of a checkpoint valid sums."""
     files = {file.name: file_entry(file) for file in path.iterdir() if file.name != MANIFEST}
     step = int(path.name.removeprefix("step-"))
-    write_manifest(path / MANIFEST, {"step": step, "files": files, "facts": facts})
+    (path / MANIFEST).write_bytes(sealed({"step": step, "files": files, "facts": facts}))
 
 
 def is_valid(path: Path) -> bool:
     """Return whether a checkpoint is unchanged since it was written."""
     try:
-        check_files(path, read_manifest(path))
+        read_manifest(path)
     except CheckpointError:
         return False
     return True
 
 
 def newest(folder: Path) -> int | None:
-    """Return the step of the newest valid checkpoint."""
-    loaded = load_newest(folder)
-    return None if loaded is None else loaded.state["step"]
+    """Return the step of the newest valid checkpoint; None if there is no checkpoint."""
+    return load_newest(folder).state["step"] if list_checkpoints(folder) else None
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -15,7 +15,7 @@ from autobatch import FitResult, Progress, StepRecord, Training, Workload
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.resume import restore_loop
-from autobatch.training.run import RunInputs, train
+from autobatch.training.run import TrainingRun
 from tests.support.options import as_options
 from tests.support.probes import Listener
 from tests.support.training import make_loop, make_workload
@@ -36,9 +36,15 @@ class ActingAfter(Listener):
             self._action()
 
 
-def settings(out: Path, *, until: Any = None, resumed: Any = None, **changes: Any) -> RunInputs:
+def settings(out: Path, *, until: Any = None, resumed: Any = None, **changes: Any) -> TrainingRun:
     options = as_options("fit", **{"target_batch": 7, **changes})
-    return RunInputs(out=out, options=options, until=until, resumed=resumed, resume_hint=HINT)
+    return TrainingRun(out=out, options=options, until=until, resumed=resumed, resume_hint=HINT)
+
+
+def train(loop: Loop, run: TrainingRun, progress: Progress | None = None) -> Training:
+    """Train the rest of a run."""
+    run.progress = progress or run.progress
+    return run.train(loop)
 
 
 def open_loop(workload: Workload | None = None, **options: Any) -> Loop:
@@ -50,9 +56,8 @@ def resume(out: Path, workload: Workload | None = None, **options: Any) -> tuple
     """Resume a run on the same hardware and train it to its end."""
     loop = open_loop(workload, **options)
     resumed = load_newest(out / "checkpoints")
-    assert resumed is not None
     restore_loop(loop, resumed.state, same_hardware=True)
-    return loop, train(loop, settings(out, resumed=resumed), Progress())
+    return loop, train(loop, settings(out, resumed=resumed))
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

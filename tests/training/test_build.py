@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.distributed.ranks import Ranks
 from autobatch.planning import make_plan
-from autobatch.training.run import open_loop
+from autobatch.training.run import TrainingRun, train_plan
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.options import as_options
 from tests.support.training import Rows, make_loop, make_setup, make_workload
@@ -48,7 +49,9 @@ def test_a_schedule_that_depends_on_the_loss_or_on_epochs_is_refused(schedule: A
         make_loop(make_workload(schedule=schedule))
 
 
-def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
+def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Validation before training leaves segments of its own, which training would be packed into."""
     data = torch.zeros(64, 64 * 1024)
     workload = make_workload(
@@ -61,7 +64,7 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
     asked = as_options("fit", target_batch=7, steps=1)
     sampler = GlobalBatchSampler(samples=64, target_batch=7, seed=0, steps=1)
-    with open_loop(setup, plan, asked, sampler, Ranks()) as loop:
-        stats = loop.meter.stats()
+    monkeypatch.setattr(TrainingRun, "train", lambda _, loop: loop.meter.stats())
+    stats, _ = train_plan(setup, plan, sampler, TrainingRun(out=tmp_path, options=asked), Ranks())
     assert stats.peak_allocated_bytes > stats.allocated_bytes
     assert stats.reserved_bytes == 2 * MiB  # the segment of small blocks, which holds the model

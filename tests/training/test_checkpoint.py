@@ -5,15 +5,15 @@ from __future__ import annotations
 import shutil
 from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autobatch import InputError
 from autobatch.training.checkpoint import (
     MANIFEST,
+    SCHEMA,
     STATE,
     begin_after,
     check_savable,
@@ -21,7 +21,6 @@ from autobatch.training.checkpoint import (
     load_newest,
     read_manifest,
 )
-from autobatch.training.resume import load_run_state
 from tests.support.checkpoints import is_valid, newest, save, seal
 from tests.support.planted import payloads
 
@@ -48,21 +47,6 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     first, second = loaded.state["tied"]
     assert torch.equal(first, tied)
     assert first.data_ptr() == second.data_ptr()
-    assert load_newest(tmp_path / "nothing") is None
-
-
-class Odd:
-    pass
-
-
-class OddTensor(Tensor):
-    pass
-
-
-@pytest.mark.parametrize("make", [Odd, lambda: len, lambda: torch.ones(2).as_subclass(OddTensor)])
-def test_what_is_read_by_executing_code_is_refused_by_its_class(make: Any) -> None:
-    with pytest.raises(InputError, match=r"the workload's deep .*(test_checkpoint\.Odd|builtins\.len)"):
-        check_savable({"deep": [(make(),)]})
 
 
 @pytest.mark.parametrize("name", [MANIFEST, STATE])
@@ -100,8 +84,8 @@ def test_a_file_that_is_cut_missing_or_planted_is_detected(tmp_path: Path) -> No
         shutil.rmtree(tmp_path)
         save(tmp_path, 2)
     content = (path / MANIFEST).read_text()
-    (path / MANIFEST).write_text(content.replace('"schema": 8', '"schema": 5'))
-    with pytest.raises(InputError, match="has format 5, and this version reads 8"):
+    (path / MANIFEST).write_text(content.replace(f'"schema": {SCHEMA}', '"schema": 5'))
+    with pytest.raises(InputError, match="has format 5, and this version reads"):
         load_newest(tmp_path)
 
 
@@ -116,17 +100,10 @@ def test_a_forged_state_with_right_sums_is_refused_and_not_executed(tmp_path: Pa
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("state", [{"counters": {"batches_seen": 3}}, {"model": {}}])
-def test_a_checkpoint_with_right_sums_that_is_of_no_run_is_refused(tmp_path: Path, state: Any) -> None:
-    save(tmp_path / "checkpoints", 2, state=state)
-    with pytest.raises(InputError, match="no state of a run"):
-        load_run_state(tmp_path)
-
-
 def test_checkpoints_of_later_steps_are_set_aside_and_leftovers_deleted(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    (tmp_path / "step-00000004.tmp-123").mkdir()
+    (tmp_path / "step-00000004.tmp").mkdir()
     (tmp_path / "step-00000003.damaged-1").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step-00000003" / STATE).write_bytes(b"damaged")

@@ -10,11 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from autobatch import CheckpointError, Progress
+from autobatch import CheckpointError
 from autobatch.cli.output import describe_failure
 from autobatch.training.checkpoint import load_newest
-from autobatch.training.run import train
-from tests.support.runs import open_loop, settings
+from tests.support.runs import open_loop, settings, train
 from tests.support.training import make_workload, weights
 
 
@@ -63,7 +62,7 @@ def test_weights_that_cannot_be_exported_are_in_the_last_checkpoint(
 ) -> None:
     loop = open_loop(make_workload(model=model))
     with pytest.raises(CheckpointError, match=rf"model\.safetensors \({reason}.*hold them too") as caught:
-        train(loop, settings(tmp_path), Progress())
+        train(loop, settings(tmp_path))
     report = describe_failure(caught.value)
     assert (report.exit_code, report.line) == (1, str(caught.value))
     saved = load_newest(tmp_path / "checkpoints").state["model"]
@@ -72,7 +71,7 @@ def test_weights_that_cannot_be_exported_are_in_the_last_checkpoint(
 
 def test_weights_are_exported(tmp_path: Path) -> None:
     loop, file = open_loop(make_workload(model=lambda: Holder(CAN))), tmp_path / "model.safetensors"
-    train(loop, settings(tmp_path), Progress())
+    train(loop, settings(tmp_path))
     found = load_file(file)
     assert set(found) == {*CAN, "body.weight", "body.bias", "tied.bias"}, "tied weights are stored once"
     assert all(torch.equal(found[name], value) for name, value in CAN.items())
@@ -81,6 +80,6 @@ def test_weights_are_exported(tmp_path: Path) -> None:
     loaded = Holder({name: torch.ones_like(value) for name, value in CAN.items()})
     load_model(loaded, str(file))
     assert torch.equal(weights(loaded), weights(loop.train_state.model))
-    train(open_loop(), settings(tmp_path / "next"), Progress())
+    train(open_loop(), settings(tmp_path / "next"))
     with safe_open(tmp_path / "next" / "model.safetensors", framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}, "that of another model"

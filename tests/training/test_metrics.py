@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from autobatch import CheckpointError, Progress, StepRecord
+from autobatch import CheckpointError, StepRecord
 from autobatch.training.metrics import Metrics, totals_of
-from autobatch.training.run import train
-from tests.support.runs import fit, keep_only, open_loop, resume, settings
+from tests.support.runs import fit, keep_only, open_loop, resume, settings, train
 from tests.support.sample_run import a_step
 from tests.support.training import make_workload, points
 
@@ -52,7 +51,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_lines_after_the_resume_and_broken_lines_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress())
+    train(open_loop(), settings(tmp_path, checkpoint_every=2))
     keep_only(tmp_path, 4)
     lines = path.read_bytes().splitlines()
     broken = [

@@ -16,7 +16,7 @@ from torch import nn
 
 from autobatch import DoesNotFitError, InputError
 from autobatch.training.checkpoint import load_newest, save_checkpoint
-from autobatch.training.resume import capture_loop, load_run_state, restore_loop
+from autobatch.training.resume import capture_loop, restore_loop
 from tests.support.checkpoints import save
 from tests.support.faults import Fault
 from tests.support.kinds import RUNS, run_of
@@ -51,7 +51,7 @@ def test_a_resume_at_any_step_is_bit_exact(kind: str, tmp_path: Path) -> None:
         torch.manual_seed(step)
         np.random.seed(step)
         random.seed(step)
-        loaded = load_run_state(tmp_path / str(step))
+        loaded = load_newest(tmp_path / f"{step}/checkpoints")
         restore_loop(loop, loaded.state, same_hardware=True)
         assert len(list(loop.run())) == STEPS - step
         assert all_of(loop) == expected, f"resumed at step {step}"
@@ -78,7 +78,7 @@ def test_memory_that_runs_out_at_any_tensor_operation_of_a_resume_is_no_other_mo
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--resume found no checkpoint in .*: start without --resume"):
-        load_run_state(tmp_path)
+        load_newest(tmp_path / "checkpoints")
 
 
 @pytest.mark.parametrize("place", ["torch.load", "hashlib.file_digest"])
@@ -93,7 +93,7 @@ def test_memory_that_runs_out_while_a_checkpoint_is_read_does_not_make_it_invali
     with monkeypatch.context() as patch:
         patch.setattr(place, fail)
         with pytest.raises(DoesNotFitError, match="while a checkpoint, which is intact, was loaded"):
-            load_run_state(tmp_path)
+            load_newest(tmp_path / "checkpoints")
     loaded = load_newest(tmp_path / "checkpoints")
     assert (loaded.path, loaded.passed_over) == (path, [])
 
@@ -132,8 +132,11 @@ def decaying(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         ({"train_data": points(23)}, "number of training samples 23 does not match .*, which has 24"),
         ({"train_data": points(seed=1)}, "of this run are not those of the checkpoint .*PYTHONHASHSEED=0"),
         ({"sampler": range(24)}, "order of the sampler .* does not match the checkpoint"),
-        ({"steps": 1}, "this run has 1 optimizer steps, but the checkpoint .* has taken 2 already"),
-        ({"schedule": decaying, "steps": 9}, "number of optimizer steps 9 does not match .*, which has 2"),
+        (
+            {"steps": 1},
+            "number of samples in the steps so far 8 does not match the checkpoint .*, which has 16",
+        ),
+        ({"schedule": decaying, "steps": 9}, "number of optimizer steps of the schedule 9 does not match"),
         ({"model": lambda: nn.Linear(5, 3).double()}, "another model, optimizer or schedule"),
     ],
 )

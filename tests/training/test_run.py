@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from autobatch import DoesNotFitError, InputError, NonFiniteError, Progress, RestartSmallerError
+from autobatch import DoesNotFitError, InputError, NonFiniteError, RestartSmallerError
 from autobatch.device.cpu import CpuDevice, SimulatedDevice
 from autobatch.device.profiles import load_profile
 from autobatch.training.checkpoint import load_newest
-from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
-from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
+from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings, train
 from tests.support.training import (
     HOST,
     Augmented,
@@ -54,6 +53,7 @@ def test_a_run_that_ends_out_of_memory_before_the_optimizer_step_writes_the_stat
     assert (tmp_path / "oom.json").exists() == (code == 77)
     loop, done = resume(tmp_path, workload, **options)
     assert (done.optimizer_steps, done.micro_batch) == (STEPS, then)
+    assert not (tmp_path / "oom.json").exists()
     straight = open_loop(workload, target_batch=8, micro_batch=micro_batch if after else then)
     for record in straight.run():
         if record.step == after:
@@ -85,7 +85,7 @@ def test_a_state_that_is_not_that_between_two_steps_is_not_written(where: str, t
         train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
     fault.armed = True
     with fault, pytest.raises(RestartSmallerError, match=where) as caught:
-        train(loop, settings(tmp_path), Progress())
+        train(loop, settings(tmp_path))
     assert saved_steps(tmp_path) == []
     assert "start again with --max-micro-batch 2" in caught.value.__notes__[0]
 
@@ -105,14 +105,25 @@ def test_a_validation_out_of_memory_leaves_a_checkpoint_of_its_step(tmp_path: Pa
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
-def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    class Odd(torch.optim.lr_scheduler.StepLR):
-        def state_dict(self):
-            return {**super().state_dict(), "odd": object()}
+class Odd:
+    pass
 
-    loop = open_loop(make_workload(schedule=lambda optimizer, steps: Odd(optimizer, 1)))
-    with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
-        train(loop, settings(tmp_path), Progress())
+
+class OddTensor(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("make", [Odd, lambda: len, lambda: torch.ones(2).as_subclass(OddTensor)])
+def test_state_that_is_read_by_executing_code_is_refused_before_the_first_step(
+    make: Any, tmp_path: Path
+) -> None:
+    class Keeping(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self):
+            return {**super().state_dict(), "odd": [(make(),)]}
+
+    loop = open_loop(make_workload(schedule=lambda optimizer, steps: Keeping(optimizer, 1)))
+    with pytest.raises(InputError, match=r"schedules cannot be kept .*(test_run\.Odd|builtins\.len)"):
+        train(loop, settings(tmp_path))
     assert loop.batches_seen == 0
 
 
@@ -133,19 +144,6 @@ def test_a_lost_device_ends_the_run_and_may_not_answer_after_a_fatal_error(error
     assert not loop.can_be_saved
 
 
-@pytest.mark.parametrize(("left", "expected"), [('{"micro_batch": 2}', 2), ("broken", 3)])
-def test_a_resumed_run_uses_the_smaller_micro_batch_of_one_that_ran_out_of_memory(
-    left: str, expected: int, tmp_path: Path
-) -> None:
-    with pytest.raises(KeyError):
-        train(open_loop(), settings(tmp_path, checkpoint_every=2), ActingAfter(3, {}.popitem))
-    (tmp_path / "oom.json").write_text(left)
-    _, done = resume(tmp_path)
-    assert done.micro_batch == expected
-    assert [row["micro_batch"] for row in rows(tmp_path)] == [3, 3, *[expected] * 4]
-    assert not (tmp_path / "oom.json").exists()
-
-
 def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path: Path) -> None:
     kept = list[Any]()
 
@@ -157,7 +155,7 @@ def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path:
     with gpu.session(is_probe=False) as meter:
         loop = make_loop(make_workload(loss=loss), steps=99, device=gpu, meter=meter)
         with pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
-            train(loop, settings(tmp_path), Progress())
+            train(loop, settings(tmp_path))
     found = re.search(r"held between steps: ([\d.]+) MiB after step 16, ([\d.]+) MiB now", str(caught.value))
     assert found is not None, caught.value
     early, late = map(float, found.groups())
@@ -174,7 +172,7 @@ def test_a_non_finite_loss_ends_the_run_before_the_step_names_its_samples_and_is
     ids = list(loop.sampler.batches())[2].ids
     data.columns[0][ids[4], 0] = math.nan
     with pytest.raises(NonFiniteError, match=r"loss \(nan\) of step 3 ") as caught:
-        train(loop, settings(tmp_path, checkpoint_every=2), Progress())
+        train(loop, settings(tmp_path, checkpoint_every=2))
     assert str(ids) in str(caught.value)
     assert HINT in caught.value.__notes__[0]
     assert loop.batches_seen == loop.steps_applied == 2

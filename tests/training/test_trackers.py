@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autobatch.cli import main as cli
-from autobatch.training.trackers import CURVES
+from autobatch.training.metrics import CURVES
 from tests.support.runs import fit, fit_until, rows
 from tests.support.training import make_workload, points
 

@@ -79,6 +79,15 @@ def test_a_loss_over_the_whole_batch_is_left_out_with_a_note() -> None:
     assert "no held-out loss" in note
 
 
+def test_a_metric_that_depends_on_the_micro_batch_is_named() -> None:
+    def metrics(model: nn.Module, batch) -> dict:
+        return {**accuracy(model, batch), "best": (model(batch[0]).argmax(1) == batch[1]).double().max()}
+
+    workload = make_workload(validation_data=HELD_OUT, metrics=metrics)
+    (note,) = check_validation(make_loop(workload))
+    assert "'best' is no mean over samples" in note
+
+
 def test_no_smaller_size_is_tried_on_a_lost_device() -> None:
     tried: list[int] = []
 
