@@ -26,12 +26,11 @@ from autobatch.distributed.engine import Whole
 from autobatch.distributed.group import join_loop
 from autobatch.distributed.ranks import Ranks, launched_world
 from autobatch.distributed.shared_stream import open_sampler
-from autobatch.step.counts import CountsAhead
-from autobatch.step.gradients import Gradients, norm_of
-from autobatch.step.loss import StepTotals, begin_terms, weigh_loss
+from autobatch.step.gradients import Gradients, differentiate, norm_of
+from autobatch.step.loss import CountsAhead, StepTotals, weigh_loss
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepResult, finish, run_backward
+from autobatch.step.train_step import StepResult, finish
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
@@ -126,9 +125,9 @@ class Batch:
         state, totals = self._state, self._totals
         if not totals.sizes:
             state.gradients.clear()
-        value, weight = weigh_loss(state, totals, loss, self._open)
+        value, weight = weigh_loss(totals, loss, self._open, state.counts)
         with state.gradients.summed_apart():
-            run_backward(state, totals, value, weight, self._open)
+            differentiate(state.scaler.scale(value), weight)
         self._open = None
 
     def step(self, *, max_grad_norm: float | None = None) -> StepResult:
@@ -157,7 +156,6 @@ class Batch:
             )
         if not totals.sizes:
             state.gradients.clear()
-            begin_terms(state, totals, None)
         state.max_grad_norm = max_grad_norm
         self._engine.combine(state, totals)
         result = finish(state, totals, mark=lambda _: None)

@@ -15,9 +15,9 @@ from autobatch.core.knobs import Configuration
 from autobatch.core.records import GradientDtype, Precision
 from autobatch.device.base import Meter
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout
-from autobatch.step.counts import CountsAhead
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers, parameters_of
+from autobatch.step.loss import CountsAhead
 from autobatch.step.optimizers import build_optimizers
 from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload

@@ -21,26 +21,16 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Record
-from autobatch.step.counts import check_count
-from autobatch.step.gradients import differentiate, is_readable, norm_of
-from autobatch.step.loss import (
-    StepTotals,
-    begin_terms,
-    numbers_of_terms,
-    read_numbers,
-    weigh_loss,
-)
+from autobatch.step.gradients import differentiate, norm_of
+from autobatch.step.loss import StepTotals, divisor_and_items, read_totals, weigh_loss
 from autobatch.step.train_state import MicroBatches, TrainState, precision_context
 from autobatch.step.whole_batch import accumulate_whole
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, user_code
 
-COUNT_TOLERANCE = 1e-5
-"""Relative difference of two sums of the same counts, which may be weights in float32."""
 Mark = Callable[[str], None]
 """Called with each phase that begins: ``setup``, ``forward``, ``loss`` (of a batch), ``backward`` or
 ``optimizer``."""
@@ -117,32 +107,17 @@ def _accumulate_parts(
             # Entered anew for each: it holds the weights in 16 bits until it is left.
             with context:
                 loss = train_state.loss(train_state.model, batch)
-                value, weight = weigh_loss(train_state, totals, loss, size)
+                value, weight = weigh_loss(totals, loss, size, train_state.counts)
             # From here on the micro-batch lives only as far as autograd has saved it.
             del batch, loss
             part = "the backward pass of its loss"
             mark("backward")
-            run_backward(train_state, totals, value, weight, size)
+            differentiate(train_state.scaler.scale(value), weight)
             part = "data"
             del value
-        if not totals.sizes:
-            begin_terms(train_state, totals, None)
     except Exception as error:
         mark_user_error(error, part, train_state.loss if part == "loss" else None)
         raise
-
-
-def run_backward(train_state: TrainState, totals: StepTotals, loss: Tensor, weight: float, size: int) -> None:
-    """Run the backward pass of a weighted loss, within `Gradients.summed_apart`, and add it to the totals."""
-    differentiate(train_state.scaler.scale(loss), weight)
-    # On the host if it may be read there at once.
-    if is_readable(loss):
-        totals.loss = totals.loss + loss.item() * weight
-    elif isinstance(totals.loss, Tensor):
-        totals.loss = totals.loss.add(loss.detach(), alpha=weight)
-    else:  # the first; each tensor more would take a block that stays until the step
-        totals.loss = loss.detach() * weight + totals.loss if totals.loss else loss.detach() * weight
-    totals.sizes.append(size)
 
 
 def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:
@@ -165,13 +140,9 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     scaler, gradients = train_state.scaler, train_state.gradients.by_optimizer()
     has_gradient = [bool(own) for own in gradients]
     norms = [norm_of(own) if own and totals.norms is None else None for own in gradients]
-    loss, count, *read = read_numbers([totals.loss, totals.count, *norms, *numbers_of_terms(totals)])
-    values = read[: len(norms)] if totals.norms is None else totals.norms
-    terms = _means_of_terms(totals, read[len(norms) :])
-    items = float(totals.samples) if totals.count is None else count
-    if totals.terms and not terms:
-        items = 0.0
-    check_count(items, "the workload's loss")
+    own_norms = read_totals(totals, norms)
+    values = own_norms if totals.norms is None else totals.norms
+    divisor, items = divisor_and_items(totals)
     if items and not any(has_gradient):
         raise InputError(
             "the loss gives no gradient to any parameter that the optimizer trains: build the optimizer from "
@@ -180,8 +151,8 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         )
     # Overflow after overflow halves a loss scale down to 0, and no gradient has a norm then.
     scale = (scaler.get_scale() if any(has_gradient) else 1.0) or math.nan
-    factor = totals.divisor / items if items else math.nan
-    loss *= factor
+    factor = divisor / items if items else math.nan
+    loss = factor * sum(float(term.loss) for term in totals.terms.values())
     # A loss scale skips the optimizers that overflowed; without one, all step or none.
     finite = tuple(math.isfinite(value / scale) for value in values)
     may_step = items > 0 and (scaler.is_enabled() or (all(finite) and math.isfinite(loss)))
@@ -208,30 +179,8 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         applied=any(steps),
         grad_norm=math.hypot(*values) * factor / scale,
         stepped=steps,
-        terms=terms,
+        terms={name: float(term.loss) for name, term in totals.terms.items() if name and term.divisor},
     )
-
-
-def _means_of_terms(totals: StepTotals, read: Sequence[float]) -> dict[str, float]:
-    """Return the mean of each of several terms that counted anything.
-
-    Args:
-        totals: of the batch.
-        read: `numbers_of_terms`, on the host.
-
-    Raises:
-        InputError: a term counted other items while it trained than before.
-    """
-    for (name, term), counted in zip(totals.terms.items(), read[1::2], strict=True):
-        if totals.is_counted_ahead and not abs(counted - term.items) <= COUNT_TOLERANCE * term.items:
-            raise InputError(
-                f"the term {name!r} of the loss counts {counted:.10g} items of a batch while it trains, and "
-                f"{term.items:.10g} were counted before, so no step was taken: counts=… must count what the "
-                "loss does"
-            )
-    return {
-        name: mean for (name, term), mean in zip(totals.terms.items(), read[::2], strict=True) if term.items
-    }
 
 
 def _take_steps(train_state: TrainState, has_gradient: list[bool]) -> None:

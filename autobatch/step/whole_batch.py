@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autobatch.core.errors import InputError
 from autobatch.step.gradients import differentiate
-from autobatch.step.loss import StepTotals, at_least_32_bits
+from autobatch.step.loss import ONE, StepTotals, Term, at_least_32_bits
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.workload.contract import Collated, WholeBatchLoss, kind_of
 from autobatch.workload.nested import form_of, map_tensors, tensors_of
@@ -165,7 +165,8 @@ def accumulate_whole(
         wide = at_least_32_bits(value)
         with user_code("the backward pass of its loss"):
             differentiate(train_state.scaler.scale(wide), 1.0)
-        totals.loss = wide.detach()
+        count = float(samples)
+        totals.terms = {ONE: Term(is_mean=True, divisor=count, count=count, loss=wide.detach())}
 
     def keep(micro_batch: T) -> T:
         states.append(capture_random_state(states[-1] if states else None))

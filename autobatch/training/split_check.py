@@ -32,6 +32,7 @@ from autobatch.planning import micro_batches, split_evenly, split_over_ranks
 from autobatch.rehearsal.rehearsal import on_copies
 from autobatch.rehearsal.setup import Setup
 from autobatch.step.gradients import LOW_PRECISION
+from autobatch.step.loss import divisor_and_items, read_totals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_step import accumulate
 from autobatch.workload.contract import Collated, WholeBatchLoss
@@ -252,8 +253,9 @@ def _open_passes(setup: Setup, dtype: torch.dtype | None, *, is_eval: bool) -> I
             finally:
                 train_state.gradients.clear()
                 train_state.buffers.restore()
-            items = float(samples if totals.count is None else totals.count)
-            return gradient.to("cpu", torch.float64) * (totals.divisor / (items or 1.0))
+            read_totals(totals)
+            divisor, items = divisor_and_items(totals)
+            return gradient.to("cpu", torch.float64) * (divisor / (items or 1.0))
 
         yield run
 
