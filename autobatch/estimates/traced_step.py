@@ -30,11 +30,11 @@ from autobatch.device.base import followed_modules
 from autobatch.device.trace import Trace
 from autobatch.device.tracker import UPDATES, StorageTracker, has_wrappers
 from autobatch.estimates.policy import Capability, as_on_cuda, cuda_policy
-from autobatch.step.train_state import StepSettings, TrainState, build_train_state
+from autobatch.step.train_state import Passes, StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.nested import Passes, held, tensors_of
+from autobatch.workload.nested import held, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
         train_state = _build(step, model, recorder, sharding)
         for count in step.steps:
             samples = batch_samples(step.samples, micro_batch, count)
-            train_step(train_state, micro_batches(count), samples, mark=recorder.mark)
+            train_step(train_state, micro_batches(count), samples)
     trace = recorder.trace()
     assert trace is not None
     return Recording(trace, frozenset(recorder.notes))
@@ -305,7 +305,7 @@ def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sha
         with recorder.uncounted():
             sharded = sharding(model, step.precision)
     recorder.count([*model.parameters(), *model.buffers()])
-    train_state = build_train_state(step.workload, model, torch.device("cpu"), step)
+    train_state = build_train_state(step.workload, model, torch.device("cpu"), step, recorder)
     if {*map(id, train_state.parameters)}.isdisjoint(map(id, model.parameters())):
         raise RuntimeError("the optimizer is that of another model, which a trace must not train")
     for optimizer in train_state.optimizers:

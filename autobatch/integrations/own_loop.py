@@ -158,7 +158,7 @@ class Batch:
             state.gradients.clear()
         state.max_grad_norm = max_grad_norm
         self._engine.combine(state, totals)
-        result = finish(state, totals, mark=lambda _: None)
+        result = finish(state, totals)
         self._is_stepped = True
         scaler = state.scaler
         if result.applied or not result.count:

@@ -11,7 +11,7 @@ steady state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class Rehearsal:
     reason: str | None = None
     """Reason why it does not fit; None if it does."""
     phase: str | None = None
-    """Phase in which memory ran out; see `autobatch.step.train_step.Mark`. None if it did not."""
+    """Phase in which memory ran out; see `Meter.mark`. None if it did not."""
     is_below_budget: bool = False
     """True if something else than the budget refused memory."""
     stats: MemoryStats = field(default_factory=MemoryStats)
@@ -102,16 +102,10 @@ def rehearse(
     Raises:
         Exception: whatever the workload raises, except out of memory.
     """
-    rehearsal, device, current, is_lost = Rehearsal(), setup.device, "setup", False
+    rehearsal, device, is_lost = Rehearsal(), setup.device, False
     with preserved_random_state(), device.session(is_probe=within_budget) as meter:
-
-        def mark(phase: str) -> None:
-            nonlocal current
-            current = phase
-            meter.mark(phase)
-
         try:
-            mark("setup")
+            meter.mark("setup")
             followed = within_budget and setup.sharding is None and setup.knobs.get(COMPILE, "off") == "off"
             with (
                 on_copies(setup, meter, learning_rate=learning_rate) as train_state,
@@ -121,9 +115,9 @@ def rehearse(
                     # The usual scale of 65536 may overflow in every step, and no state appears.
                     train_state.scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=1.0)
                 for batch in batches:
-                    step = _take_step(setup, batch, train_state, meter, mark)
+                    step = _take_step(setup, batch, train_state)
                     if within_budget and not rehearsal.steps and not step.result.applied:
-                        _step_anyway(train_state, mark)
+                        _step_anyway(train_state)
                     rehearsal.steps.append(step)
                 del train_state
         except Exception as error:
@@ -131,7 +125,7 @@ def rehearse(
             if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and is_smallest):
                 raise
             is_lost = verdict is Verdict.FATAL
-            rehearsal.reason, rehearsal.phase = first_line(error), current
+            rehearsal.reason, rehearsal.phase = first_line(error), meter.phase
             requested = requested_bytes(error)
         # Outside the except block, nothing keeps the failed step's tensors alive.
         if not is_lost:  # a lost context answers no question
@@ -179,12 +173,12 @@ def _build(setup: Setup, meter: Meter, learning_rate: float | None) -> TrainStat
     """Build a train state on a model whose tensors the meter counts from here on."""
     meter.count(tensor.data for tensor in [*setup.model.parameters(), *setup.model.buffers()])
     device = setup.device.torch_device
-    return build_train_state(setup.workload, setup.model, device, setup, learning_rate=learning_rate)
+    return build_train_state(setup.workload, setup.model, device, setup, meter, learning_rate=learning_rate)
 
 
-def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
+def _step_anyway(train_state: TrainState) -> None:
     """Make the optimizers' state appear although a step without counted items, or an overflow, skipped it."""
-    mark("optimizer")
+    train_state.meter.mark("optimizer")
     for parameter in train_state.parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     with user_code("optimizer"):
@@ -193,30 +187,22 @@ def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
     train_state.gradients.clear()
 
 
-def _take_step(
-    setup: Setup, batch: Batch, train_state: TrainState, meter: Meter, mark: Callable[[str], None]
-) -> Step:
+def _take_step(setup: Setup, batch: Batch, train_state: TrainState) -> Step:
     """Take one step of `rehearse`."""
 
     def now() -> float:
         setup.device.synchronize()
         return setup.clock()
 
-    placed: Iterable[tuple[Collated, int]] = train_state.feed(batch.micro_batches, meter)
+    placed: Iterable[tuple[Collated, int]] = train_state.feed(batch.micro_batches)
     if setup.keeps_batches and not isinstance(setup.workload.loss, WholeBatchLoss):
         placed = held(placed)
     start = now()
-    totals = accumulate(
-        train_state,
-        placed,
-        batch.samples,
-        mark,
-        places=batch.places,
-    )
+    totals = accumulate(train_state, placed, batch.samples, places=batch.places)
     accumulated = now()
     has_gradient = any(map(len, train_state.gradients.by_optimizer()))
     # ``placed`` is held here, and may keep the last micro-batch until the step ends.
-    result = finish(train_state, totals, mark=mark)
+    result = finish(train_state, totals)
     return Step(result, (accumulated - start) / batch.count, now() - accumulated, has_gradient)
 
 

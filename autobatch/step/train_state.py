@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import Configuration
@@ -21,7 +23,7 @@ from autobatch.step.loss import CountsAhead
 from autobatch.step.optimizers import build_optimizers
 from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
-from autobatch.workload.nested import feed
+from autobatch.workload.nested import map_tensors, tensors_of, to_device
 
 MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches, each with its number of samples."""
@@ -46,6 +48,8 @@ class TrainState:
     gradients: Gradients
     buffers: BufferSnapshot
     """The buffers at the start of the current batch."""
+    meter: Meter = field(default_factory=Meter)
+    """Reads the memory of the steps, and is told of their phases."""
     counts: CountsAhead | None = None
     """Counts of the terms of the loss, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
@@ -61,12 +65,38 @@ class TrainState:
         """Begin with a whole model."""
         self.run = lambda function, batch: function(self.model, batch)
 
-    def feed(self, fetched: MicroBatches, meter: Meter) -> MicroBatches:
-        """Move the micro-batches of a batch to the device, as often as the loss needs; see `nested.feed`."""
-        if self.counts is not None:
-            with meter.uncounted():
+    def feed(self, fetched: MicroBatches) -> MicroBatches:
+        """Move the micro-batches of a batch to the device, one at a time, and hold none of them there.
+
+        The meter counts each of them there, and nothing that is made on the host. For a `WholeBatchLoss` they
+        are kept on the host, for a second iteration.
+        """
+        meter, on_host, twice = self.meter, self.device.type == "cpu", isinstance(self.loss, WholeBatchLoss)
+        with meter.uncounted():
+            if self.counts is not None:
                 fetched = self.counts.ahead(fetched)
-        return feed(fetched, self.device, meter, twice=isinstance(self.loss, WholeBatchLoss))
+            if twice:
+                fetched = list(fetched)
+        if on_host and not twice and type(meter) is Meter:
+            # Nothing to move and nothing to count.
+            return fetched
+
+        def fetch(source: Iterator[tuple[Collated, int]]) -> tuple[Collated, int] | None:
+            with meter.uncounted():
+                return next(source, None)
+
+        def place(batch: Collated, size: int) -> tuple[Collated, int]:
+            with meter.uncounted():
+                # A second pass needs a copy of its own, even if the device is the host.
+                copies = on_host and twice
+                there = map_tensors(batch, Tensor.clone) if copies else to_device(batch, self.device)
+            meter.count(tensors_of(there))
+            return there, size
+
+        # No generator, whose frame would hold each micro-batch until the next one is there.
+        if twice:
+            return Passes(lambda: starmap(place, fetched))
+        return starmap(place, iter(partial(fetch, iter(fetched)), None))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -77,6 +107,17 @@ class TrainState:
                 yield
         finally:
             self.forget_gathered()
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Micro-batches that a function yields anew for each iteration over them."""
+
+    begin: Callable[[], Iterator[tuple[Collated, int]]]
+
+    def __iter__(self) -> Iterator[tuple[Collated, int]]:
+        """Begin a pass."""
+        return self.begin()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +141,7 @@ def build_train_state(
     model: nn.Module,
     device: torch.device,
     settings: StepSettings,
+    meter: Meter,
     *,
     learning_rate: float | None = None,
 ) -> TrainState:
@@ -140,6 +182,7 @@ def build_train_state(
         gradients=Gradients(model, optimizers, dtype=settings.gradient_dtype),
         # Both passes over a batch must see the same buffers.
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
+        meter=meter,
         average=None if settings.ema is None else WeightAverage(parameters, settings.ema),
     )
 

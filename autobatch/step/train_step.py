@@ -18,7 +18,7 @@ predicted and probed is what trains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -30,10 +30,6 @@ from autobatch.step.train_state import MicroBatches, TrainState, precision_conte
 from autobatch.step.whole_batch import accumulate_whole
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, user_code
-
-Mark = Callable[[str], None]
-"""Called with each phase that begins: ``setup``, ``forward``, ``loss`` (of a batch), ``backward`` or
-``optimizer``."""
 
 
 class StepResult(Record, frozen=True, kw_only=True):
@@ -53,24 +49,15 @@ class StepResult(Record, frozen=True, kw_only=True):
     """Mean of each of several terms that counted anything; they add up to ``loss``."""
 
 
-def train_step(
-    train_state: TrainState,
-    micro_batches: MicroBatches,
-    samples: int,
-    *,
-    places: Sequence[Sequence[int]] | None = None,
-    mark: Mark = lambda _: None,
-) -> StepResult:
+def train_step(train_state: TrainState, micro_batches: MicroBatches, samples: int) -> StepResult:
     """Take one optimizer step over all micro-batches of a batch; see `accumulate` and `finish`."""
-    totals = accumulate(train_state, micro_batches, samples, mark, places=places)
-    return finish(train_state, totals, mark=mark)
+    return finish(train_state, accumulate(train_state, micro_batches, samples))
 
 
 def accumulate(
     train_state: TrainState,
     micro_batches: MicroBatches,
     samples: int,
-    mark: Mark,
     *,
     places: Sequence[Sequence[int]] | None = None,
 ) -> StepTotals:
@@ -79,31 +66,28 @@ def accumulate(
     Args:
         train_state: the model and its optimizer.
         micro_batches: each micro-batch, on the device, with its number of samples. A `WholeBatchLoss`
-            iterates over them twice (`autobatch.workload.nested.Passes`).
+            iterates over them twice (`autobatch.step.train_state.Passes`).
         samples: samples of the whole batch, over all ranks.
-        mark: called with each phase.
         places: see `accumulate_whole`.
     """
     totals = StepTotals(samples=samples)
     train_state.buffers.take()
     with train_state.gradients.summed_apart():
         if isinstance(train_state.loss, WholeBatchLoss):
-            accumulate_whole(train_state, totals, micro_batches, mark, places)
+            accumulate_whole(train_state, totals, micro_batches, places)
         else:
-            _accumulate_parts(train_state, totals, micro_batches, mark)
+            _accumulate_parts(train_state, totals, micro_batches)
     return totals
 
 
-def _accumulate_parts(
-    train_state: TrainState, totals: StepTotals, micro_batches: MicroBatches, mark: Mark
-) -> None:
+def _accumulate_parts(train_state: TrainState, totals: StepTotals, micro_batches: MicroBatches) -> None:
     """Run each micro-batch forward and backward, and add it to the totals."""
     context = precision_context(train_state.device, train_state.precision)
     part = "data"
     try:
         for batch, size in micro_batches:
             part = "loss"
-            mark("forward")
+            train_state.meter.mark("forward")
             # Entered anew for each: it holds the weights in 16 bits until it is left.
             with context:
                 loss = train_state.loss(train_state.model, batch)
@@ -111,7 +95,7 @@ def _accumulate_parts(
             # From here on the micro-batch lives only as far as autograd has saved it.
             del batch, loss
             part = "the backward pass of its loss"
-            mark("backward")
+            train_state.meter.mark("backward")
             differentiate(train_state.scaler.scale(value), weight)
             part = "data"
             del value
@@ -120,7 +104,7 @@ def _accumulate_parts(
         raise
 
 
-def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:
+def finish(train_state: TrainState, totals: StepTotals) -> StepResult:
     """Turn the accumulated gradients into one optimizer step, and free them.
 
     The order is: measure and check the norms, normalize and clip in one multiplication, unscale, step, update
@@ -136,7 +120,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         InputError: the loss does not depend on the trained parameters, the counts of its `Loss` do not sum to
             a finite number of at least 0, or a term counted other items while it trained than before.
     """
-    mark("optimizer")
+    train_state.meter.mark("optimizer")
     scaler, gradients = train_state.scaler, train_state.gradients.by_optimizer()
     has_gradient = [bool(own) for own in gradients]
     norms = [norm_of(own) if own and totals.norms is None else None for own in gradients]

@@ -132,7 +132,6 @@ def accumulate_whole(
     train_state: TrainState,
     totals: StepTotals,
     micro_batches: Iterable[tuple[Collated, int]],
-    mark: Callable[[str], None],
     places: Sequence[Sequence[int]] | None,
 ) -> None:
     """Add the gradient of the loss of a batch to the trained parameters, and the loss to its totals.
@@ -141,14 +140,13 @@ def accumulate_whole(
         train_state: the model and its `WholeBatchLoss`.
         totals: of the batch. One micro-batch of its size needs one pass. If all micro-batches together are
             fewer (in an attempt), rows are repeated, so that the loss sees that many.
-        micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Passes`).
-        mark: called with each phase.
+        micro_batches: each micro-batch with its number of samples, for two iterations (`Passes`).
         places: place in the batch of each sample of each micro-batch; None for samples in order.
 
     Raises:
         InputError: a part of the loss returns something invalid.
     """
-    model, samples = train_state.model, totals.samples
+    model, samples, mark = train_state.model, totals.samples, train_state.meter.mark
     loss = cast(WholeBatchLoss, train_state.loss)
     rows, states, used = Rows(samples), deque[RandomState](), deque[Sequence[int]]()
     known = 0

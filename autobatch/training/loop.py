@@ -30,7 +30,7 @@ from autobatch.core.errors import (
 )
 from autobatch.core.records import StepRecord
 from autobatch.core.units import format_bytes
-from autobatch.device.base import Device, Meter
+from autobatch.device.base import Device
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.distributed.engine import DroppedError, OutOfMemory, Whole
 from autobatch.step.gradients import Optimizers
@@ -67,7 +67,6 @@ class Loop:
     train_state: TrainState
     sampler: GlobalBatchSampler
     device: Device
-    meter: Meter
     micro_batch: int
     """The largest micro-batch to run; shrinks after an out-of-memory error."""
     split: Split
@@ -118,7 +117,7 @@ class Loop:
             result, parts, recovered = trained
             self._check(batch, result)
             self._advance(batch, result)
-            memory = self.meter.stats()
+            memory = self.train_state.meter.stats()
             if self.batches_seen == early and memory.allocated_bytes:
                 self.held_early = f"{format_bytes(memory.allocated_bytes)} after step {early}"
             seconds = self.clock() - start
@@ -156,7 +155,7 @@ class Loop:
             try:
                 outcome = self.engine.combine(self.train_state, outcome)
                 if isinstance(outcome, StepTotals):
-                    result = finish(self.train_state, outcome, mark=self.meter.mark)
+                    result = finish(self.train_state, outcome)
                     return result, parts, recovered
             except Exception as error:
                 why = ", inside the optimizer step, which may have moved part of the weights"
@@ -186,11 +185,10 @@ class Loop:
             return accumulate(
                 self.train_state,
                 self.engine.padded(
-                    self.train_state.feed(self._fetch(batch, parts), self.meter),
+                    self.train_state.feed(self._fetch(batch, parts)),
                     lambda: self.split.rounds(batch, self.micro_batch) - len(parts),
                 ),
                 len(batch.ids),
-                self.meter.mark,
                 places=[part.places for part in parts],
             )
         except DroppedError:
@@ -276,7 +274,7 @@ class Loop:
         ``why`` rules out another attempt in this process; empty if there is no smaller micro-batch.
         """
         can_shrink, self.micro_batch = self._can_shrink(oom), min(self.micro_batch, oom.smaller)
-        message, held = oom.message.rstrip("."), self.meter.stats().allocated_bytes
+        message, held = oom.message.rstrip("."), self.train_state.meter.stats().allocated_bytes
         if self.held_early and held:
             message += f"; held between steps: {self.held_early}, {format_bytes(held)} now"
         line = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}{why}: {message}"

@@ -452,7 +452,6 @@ def open_loop(
             train_state=train_state,
             sampler=sampler,
             device=device,
-            meter=meter,
             micro_batch=plan.largest_micro_batch,
             split=split,
             engine=engine,
@@ -481,7 +480,9 @@ def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> T
         model, shared = setup.model.to(device), None
     meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
     settings = replace(setup, precision=plan.precision, knobs=plan.knobs)
-    train_state = build_train_state(setup.workload, model, device, settings, learning_rate=plan.learning_rate)
+    train_state = build_train_state(
+        setup.workload, model, device, settings, meter, learning_rate=plan.learning_rate
+    )
     if shared is not None:
         shared.attach(train_state)
     return train_state

@@ -245,9 +245,9 @@ def _open_passes(setup: Setup, dtype: torch.dtype | None, *, is_eval: bool) -> I
         def run(*parts: tuple[Collated, int], seed: int = 1) -> Tensor:
             seed_everything(seed)
             samples = sum(size for _, size in parts)
-            fed = train_state.feed(((copied(batch), size) for batch, size in parts), meter)
+            fed = train_state.feed(((copied(batch), size) for batch, size in parts))
             try:
-                totals = accumulate(train_state, fed, samples, lambda _: None)
+                totals = accumulate(train_state, fed, samples)
                 # Moved and converted at once: a model may have thousands of parameters.
                 gradient = torch.cat([_elements(*pair) for pair in train_state.gradients.by_parameter()])
             finally:

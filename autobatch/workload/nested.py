@@ -8,9 +8,6 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
-from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -18,7 +15,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.core.errors import InputError
-from autobatch.device.base import Meter
 from autobatch.workload.contract import Collated, kind_of
 
 PLAIN = (str, bytes, int, float, complex, type(None))
@@ -140,62 +136,6 @@ def cut(value: Any, part: slice, samples: int) -> Any:
     elif isinstance(value, PLAIN):
         return value
     raise InputError(f"{form_of(value)} cannot be cut into {samples} samples")
-
-
-# On their way to the device
-
-
-def feed(
-    fetched: Iterable[tuple[Collated, int]], device: torch.device, meter: Meter, *, twice: bool = False
-) -> Iterable[tuple[Collated, int]]:
-    """Move micro-batches to the device, one at a time, and hold none of them there.
-
-    Args:
-        fetched: each micro-batch on the host, with its number of samples.
-        device: to move them to.
-        meter: counts each micro-batch on the device, and nothing that is made on the host.
-        twice: keep them on the host, for a second iteration.
-    """
-    on_host = device.type == "cpu"
-    if on_host and not twice and type(meter) is Meter:
-        # Nothing to move and nothing to count.
-        return fetched
-
-    def fetch(source: Iterator[tuple[Collated, int]]) -> tuple[Collated, int] | None:
-        with meter.uncounted():
-            return next(source, None)
-
-    def place(batch: Collated, size: int) -> tuple[Collated, int]:
-        with meter.uncounted():
-            # A second pass needs a copy of its own, even if the device is the host.
-            there = map_tensors(batch, Tensor.clone) if on_host and twice else to_device(batch, device)
-        meter.count(tensors_of(there))
-        return there, size
-
-    source = iter(partial(fetch, iter(fetched)), None)
-    if not twice:
-        # No generator, whose frame would hold each micro-batch until the next one is there.
-        return starmap(place, source)
-    kept: list[tuple[Collated, int]] = []
-
-    def begin() -> Iterator[tuple[Collated, int]]:
-        yield from starmap(place, kept[:])
-        for batch, size in source:
-            kept.append((batch, size))
-            yield place(batch, size)
-
-    return Passes(begin)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Micro-batches that a function yields anew for each iteration over them."""
-
-    begin: Callable[[], Iterator[tuple[Collated, int]]]
-
-    def __iter__(self) -> Iterator[tuple[Collated, int]]:
-        """Begin a pass."""
-        return self.begin()
 
 
 def held(placed: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:

@@ -142,13 +142,18 @@ def make_workload(**changes: Any) -> Workload:
 
 
 def train_state_of(
-    workload: Workload, *, seed: int = 0, device: torch.device = CPU, **settings: Any
+    workload: Workload,
+    *,
+    seed: int = 0,
+    device: torch.device = CPU,
+    meter: Any | None = None,
+    **settings: Any,
 ) -> TrainState:
     """Build a train state, with weights drawn from the seed."""
     seed_everything(seed)
     rate = settings.pop("learning_rate", workload.learning_rate)
     made = StepSettings(**{"precision": "fp32", **settings})
-    return build_train_state(workload, workload.model(), device, made, learning_rate=rate)
+    return build_train_state(workload, workload.model(), device, made, meter or Meter(), learning_rate=rate)
 
 
 def make_loop(
@@ -164,6 +169,7 @@ def make_loop(
     """Build a loop as ``fit`` does, with everything drawn from the seed. Fields are its own or its steps'."""
     device = fields.pop("device", None) or CpuDevice(HOST, "1GiB")
     settings = {each.name: fields.pop(each.name) for each in SETTINGS if each.name in fields}
+    settings["meter"] = fields.pop("meter", None)
     train_state = train_state_of(workload, seed=seed, device=device.torch_device, **settings)
     samples: Any = workload.train_data
     sampler = GlobalBatchSampler(
@@ -171,7 +177,7 @@ def make_loop(
     )
     schedules = build_schedules(workload, train_state.optimizers, sampler)
     split = fields.get("split", Split())
-    known = {"meter": Meter(), "split": split, "feed": Feed(workload, sampler, split)}
+    known = {"split": split, "feed": Feed(workload, sampler, split)}
     return Loop(
         workload=workload, train_state=train_state, sampler=sampler, device=device, micro_batch=micro_batch,
         schedules=schedules, **{**known, **fields},
