@@ -49,8 +49,6 @@ class Batch:
     """Number of micro-batches."""
     samples: int
     """Samples of the batch, which may be more than those of its micro-batches."""
-    places: Sequence[Sequence[int]] | None = None
-    """Place in the batch of each sample of each micro-batch; None for samples in order."""
 
 
 class Step(NamedTuple):
@@ -144,7 +142,7 @@ def batch_of(workload: Workload, parts: Sequence[MicroBatchIds]) -> Batch:
     """Return the batch of these samples, which are fetched as they are needed."""
     fetched = ((load_micro_batch(workload, part.ids), len(part.ids)) for part in parts)
     samples = sum(len(part.ids) for part in parts)
-    return Batch(fetched, len(parts), samples, [part.places for part in parts])
+    return Batch(fetched, len(parts), samples)
 
 
 @contextmanager
@@ -198,7 +196,7 @@ def _take_step(setup: Setup, batch: Batch, train_state: TrainState) -> Step:
     if setup.keeps_batches and not isinstance(setup.workload.loss, WholeBatchLoss):
         placed = held(placed)
     start = now()
-    totals = accumulate(train_state, placed, batch.samples, places=batch.places)
+    totals = accumulate(train_state, placed, batch.samples)
     accumulated = now()
     has_gradient = any(map(len, train_state.gradients.by_optimizer()))
     # ``placed`` is held here, and may keep the last micro-batch until the step ends.

@@ -35,10 +35,6 @@ class WeightAverage:
             if parameter.requires_grad and parameter not in self._averages:
                 self._averages[parameter] = _wide_copy(parameter)
 
-    def tensors(self) -> list[Tensor]:
-        """Return the averages."""
-        return [self._averages[p] for p in self._parameters if p in self._averages]
-
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the weights, without waiting for the device."""

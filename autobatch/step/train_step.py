@@ -18,7 +18,6 @@ predicted and probed is what trains.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -54,13 +53,7 @@ def train_step(train_state: TrainState, micro_batches: MicroBatches, samples: in
     return finish(train_state, accumulate(train_state, micro_batches, samples))
 
 
-def accumulate(
-    train_state: TrainState,
-    micro_batches: MicroBatches,
-    samples: int,
-    *,
-    places: Sequence[Sequence[int]] | None = None,
-) -> StepTotals:
+def accumulate(train_state: TrainState, micro_batches: MicroBatches, samples: int) -> StepTotals:
     """Run the micro-batches forward and backward, and accumulate their gradients.
 
     Args:
@@ -68,13 +61,12 @@ def accumulate(
         micro_batches: each micro-batch, on the device, with its number of samples. A `WholeBatchLoss`
             iterates over them twice (`autobatch.step.train_state.Passes`).
         samples: samples of the whole batch, over all ranks.
-        places: see `accumulate_whole`.
     """
     totals = StepTotals(samples=samples)
     train_state.buffers.take()
     with train_state.gradients.summed_apart():
         if isinstance(train_state.loss, WholeBatchLoss):
-            accumulate_whole(train_state, totals, micro_batches, places)
+            accumulate_whole(train_state, totals, micro_batches)
         else:
             _accumulate_parts(train_state, totals, micro_batches)
     return totals

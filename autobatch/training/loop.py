@@ -189,7 +189,6 @@ class Loop:
                     lambda: self.split.rounds(batch, self.micro_batch) - len(parts),
                 ),
                 len(batch.ids),
-                places=[part.places for part in parts],
             )
         except DroppedError:
             failure = OutOfMemory("")

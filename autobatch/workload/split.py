@@ -154,7 +154,7 @@ class SizeSplit(Split):
                 if hand := order[start + turn : end : self.world]:
                     places[rank].append(hand)
                     work[rank] += fixed + len(hand) * float(own[hand[0]])
-        # There is nothing to sort for in one micro-batch, and a loss over the batch may read the order.
+        # There is nothing to sort for in one micro-batch.
         return [[list(range(len(own)))]] if list(map(len, places)) == [1] else places
 
 

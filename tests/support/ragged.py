@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from autobatch import WholeBatchLoss, Workload
+from autobatch import Workload
 from autobatch.core.records import SizeCut
 from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
@@ -22,7 +22,6 @@ from autobatch.workload.split import SizeSplit
 from tests.support.training import (
     IGNORED,
     adamw,
-    info_nce,
     language_model,
     make_loop,
     make_setup,
@@ -56,16 +55,6 @@ def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         pad_sequence(list(ids), batch_first=True),
         pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
     )
-
-
-def pooled_rows(model: nn.Module, batch: Any) -> Tensor:
-    """Return a row per sequence: the mean over the positions that have a label, and so over no padding."""
-    ids, labels = batch
-    counted = (labels != IGNORED).unsqueeze(-1)
-    return (model(ids) * counted).sum(1) / counted.sum(1).clamp(min=1)
-
-
-CONTRASTIVE = WholeBatchLoss(represent=pooled_rows, loss=info_nce)
 
 
 def ragged_workload(**changes: Any) -> Workload:
