@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -80,20 +80,17 @@ class GlobalBatchSampler:
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the batches of the run, from number ``start`` on."""
         drawn: int | None = None
+        order_of = self.order or partial(permutation, self.samples, self.seed)
         for index in range(start, self.total):
             first, size = index * self.target_batch, self.size(index)
             ids: list[int] = []
             while len(ids) < size:
                 epoch, place = divmod(first + len(ids), self.samples)
                 if epoch != drawn:
-                    drawn, order = epoch, self.order_of(epoch)
+                    drawn, order = epoch, order_of(epoch)
                 # As plain integers, which any data take as an index.
                 ids += order[place : place + size - len(ids)].tolist()
             yield GlobalBatch(index, ids)
-
-    def order_of(self, epoch: int) -> Integers:
-        """Return the samples of an epoch in order."""
-        return permutation(self.samples, self.seed, epoch) if self.order is None else self.order(epoch)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what else the coming batches depend on; None if the number of the next one tells all."""
@@ -105,24 +102,17 @@ class GlobalBatchSampler:
 
 
 def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:
-    """Return the samples of an epoch, and their order; None for a permutation per epoch.
+    """Return the samples of an epoch, and the order that a sampler of the user's draws for each epoch.
+
+    The order is None for a permutation per epoch.
 
     Raises:
-        InputError: the sampler of the workload is invalid.
+        InputError: the sampler never ends, or yields nothing or no index of the data. The order raises it,
+            too, if an epoch has another number of samples than the first one.
     """
-    count = len(workload.train_data)
-    if workload.sampler is None:
+    count, sampler = len(workload.train_data), workload.sampler
+    if sampler is None:
         return count, None
-    order = sampler_order(workload.sampler, count, seed)
-    return len(order(0)), order
-
-
-def sampler_order(sampler: Iterable[Any], count: int, seed: int) -> Order:
-    """Return the order that a sampler of the user's draws for each epoch, of indices or lists of indices.
-
-    It raises an `InputError` if the sampler never ends, yields nothing or no index of ``count`` samples, or
-    has another number of samples in a later epoch.
-    """
 
     @lru_cache(maxsize=2)
     def order(epoch: int) -> Integers:
@@ -150,7 +140,7 @@ def sampler_order(sampler: Iterable[Any], count: int, seed: int) -> Order:
             )
         return np.array(indices)
 
-    return order
+    return len(order(0)), order
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Integers:
