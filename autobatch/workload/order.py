@@ -118,7 +118,7 @@ def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:
     def order(epoch: int) -> Integers:
         indices: list[int] = []
         own_seed, limit = mix_seed(seed, epoch), MOST_PASSES * count
-        with seeded(own_seed % 2**32), preserved_generators(sampler, own_seed), user_code("sampler"):
+        with seeded(own_seed % 2**32), preserved_generators(sampler, seed=own_seed), user_code("sampler"):
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
