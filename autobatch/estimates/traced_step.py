@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +35,7 @@ from autobatch.step.train_state import Passes, StepSettings, TrainState, build_t
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.nested import held, tensors_of
+from autobatch.workload.nested import held, map_tensors, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
@@ -192,30 +193,6 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return a batch with fake tensors in its tuples, lists, mappings, and attributes of objects."""
-    if isinstance(batch, Tensor):
-        return fake_copy(batch, mode)
-    if isinstance(batch, MutableMapping):
-        made = copy.copy(batch)
-        for key, value in batch.items():
-            made[key] = fake_batch(value, mode)
-        return made
-    if isinstance(batch, Mapping):
-        return {key: fake_batch(value, mode) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        fakes = [fake_batch(value, mode) for value in batch]
-        return type(batch)(*fakes) if hasattr(batch, "_fields") else type(batch)(fakes)
-    if hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
-        made = copy.copy(batch)
-        # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.
-        for name, value in list(vars(made).items()):
-            if isinstance(value, Tensor | Mapping | list | tuple):
-                vars(made)[name] = fake_batch(value, mode)
-        return made
-    return batch
-
-
 STEPS = (1, 2)
 """Micro-batches of each step. Adam's state appears in the first step, and ``.grad`` is resident while the
 second micro-batch of the other one runs. Every later step does the same as that one."""
@@ -266,7 +243,7 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
 
     def place(batch: Collated) -> Collated:
         with recorder.uncounted():
-            fake = fake_batch(batch, mode)
+            fake = map_tensors(batch, partial(fake_copy, mode=mode))
         recorder.count(tensors_of(fake))
         return fake
 

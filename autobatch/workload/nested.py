@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.core.errors import InputError
@@ -60,10 +60,19 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def map_tensors(batch: Collated, change: Callable[[Tensor], Tensor]) -> Collated:
-    """Return the same containers with every tensor changed; keep all other values."""
+    """Return the same containers and objects with every tensor changed; keep all other values."""
     if isinstance(batch, Tensor):
         return change(batch)
-    return _rebuilt(batch, [map_tensors(child, change) for child in children_of(batch)])
+    if isinstance(batch, Mapping | list | tuple):
+        return _rebuilt(batch, [map_tensors(child, change) for child in children_of(batch)])
+    if isinstance(batch, nn.Module) or not any(True for _ in tensors_of(batch)):
+        return batch
+    changed = copy.copy(batch)
+    # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.
+    for name, value in list(vars(changed).items()):
+        if isinstance(value, Tensor | Mapping | list | tuple):
+            vars(changed)[name] = map_tensors(value, change)
+    return changed
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
@@ -116,6 +125,8 @@ def _rebuilt(value: Any, children: list[Any]) -> Any:
         changed = copy.copy(value)
         changed.update(zip(value, children, strict=True))
         return changed
+    if isinstance(value, Mapping):
+        return dict(zip(value, children, strict=True))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*children)
     return type(value)(children) if isinstance(value, list | tuple) else value
