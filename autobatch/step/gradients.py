@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -39,12 +39,15 @@ class Gradients:
         self._others = [parameter for parameter in model.parameters() if parameter not in trained]
         self._has_sums = any(parameter.dtype in self._low for parameter in trained)
 
-    @contextmanager
-    def summed_apart(self) -> Iterator[None]:
+    def summed_apart(self) -> AbstractContextManager[None]:
         """Add 16-bit gradients to float32 sums within the block, by hooks."""
+        return self._hooked() if self._has_sums else nullcontext()
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._add_to_sum)  # type: ignore[no-untyped-call]
-            for parameter in (parameters_of(self._optimizers) if self._has_sums else ())
+            for parameter in parameters_of(self._optimizers)
             if parameter.dtype in self._low and parameter.requires_grad
         ]
         try:

@@ -170,26 +170,30 @@ def weigh_loss(
     terms = terms_of(loss)
     if not totals.terms:
         totals.terms = _begin_terms(totals.samples, terms, counts)
-    form = {name: term.is_mean for name, term in totals.terms.items()}
-    if form != {name: not isinstance(term, Loss) for name, term in terms.items()}:
-        raise InputError(
-            "the workload's loss returned other terms for one micro-batch than for another: return the same "
-            "terms, each as a tensor or as a Loss, for all"
-        )
-    parts = list[tuple[Tensor, float]]()
+    parts = list[Tensor]()
     for name, value in terms.items():
-        term = totals.terms[name]
-        total, count, share = (*value, min(size, 1)) if isinstance(value, Loss) else (value, size, size)
+        term, is_mean = totals.terms.get(name), not isinstance(value, Loss)
+        if term is None or term.is_mean is not is_mean or len(terms) < len(totals.terms):
+            raise InputError(
+                "the workload's loss returned other terms for one micro-batch than for another: return the "
+                "same terms, each as a tensor or as a Loss, for all"
+            )
+        total, count, share = (value, size, size) if is_mean else (*value, min(size, 1))
         total, weight = at_least_32_bits(total), share / term.divisor if term.divisor else 0.0
-        term.loss = _sum(term.loss, total, weight)
+        if is_readable(total):
+            term.loss = term.loss + total.item() * weight
+        elif isinstance(term.loss, Tensor):
+            term.loss = term.loss.add(total.detach(), alpha=weight)
+        else:  # the first; each tensor more would take a block that stays until the step
+            term.loss = total.detach() * weight + term.loss if term.loss else total.detach() * weight
         if size:
             term.count = term.count + (count.detach().double() if isinstance(count, Tensor) else count)
-        parts.append((total, weight))
+        if len(terms) > 1:
+            parts.append(total * weight)
     totals.sizes.append(size)
-    if len(parts) == 1:
-        return _kept(total), weight
-    weighted = [total * weight for total, weight in parts]
-    return sum(weighted[1:], start=weighted[0]), 1.0
+    if parts:
+        return sum(parts[1:], start=parts[0]), 1.0
+    return _kept(total), weight
 
 
 def _begin_terms(
@@ -263,16 +267,6 @@ def divisor_and_items(totals: StepTotals) -> tuple[float, float]:
 def at_least_32_bits(value: Tensor) -> Tensor:
     """Return a value in float32 if it has 16 bits, else itself."""
     return value.float() if value.dtype in LOW_PRECISION else value
-
-
-def _sum(before: Number, value: Tensor, weight: float) -> Number:
-    """Return a sum with a value × a weight; on the host if the value may be read there at once."""
-    if is_readable(value):
-        return before + value.item() * weight
-    if isinstance(before, Tensor):
-        return before.add(value.detach(), alpha=weight)
-    # The first; each tensor more would take a block that stays until the step.
-    return value.detach() * weight + before if before else value.detach() * weight
 
 
 def _kept(value: Tensor) -> Tensor:
