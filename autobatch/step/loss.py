@@ -170,7 +170,7 @@ def weigh_loss(
     terms = terms_of(loss)
     if not totals.terms:
         totals.terms = _begin_terms(totals.samples, terms, counts)
-    parts = list[Tensor]()
+    parts: list[Tensor] = []
     for name, value in terms.items():
         term, is_mean = totals.terms.get(name), not isinstance(value, Loss)
         if term is None or term.is_mean is not is_mean or len(terms) < len(totals.terms):
