@@ -14,7 +14,7 @@ from torch import Tensor
 from autobatch.core.options import Options
 from autobatch.distributed.ranks import Ranks
 from autobatch.workload.contract import Workload
-from autobatch.workload.data_digest import digest_of
+from autobatch.workload.data import digest_of
 from autobatch.workload.nested import map_tensors
 from autobatch.workload.order import GlobalBatchSampler, epoch_of
 from autobatch.workload.streams import StreamSampler, length_of_stream

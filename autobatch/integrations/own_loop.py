@@ -33,13 +33,11 @@ from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, finish
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_stream, kind_of
-from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.data_digest import digest_data, digest_of
+from autobatch.workload.data import WorstCaseSampler, digest_data, digest_of
 from autobatch.workload.feed import Feed
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.reference import WorkloadSource, find_workload
-from autobatch.workload.split import Split, split_of
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, Split, split_of
 from autobatch.workload.streams import StreamSampler
+from autobatch.workload.user_code import WorkloadSource, find_workload
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("autobatch")

@@ -34,8 +34,8 @@ from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import held
+from autobatch.workload.order import MicroBatchIds
 from autobatch.workload.rng import preserved_random_state
-from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
 
 

@@ -24,9 +24,8 @@ from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.plan_limit import FIRST, TRIES, batches_to_run, run_batches
 from autobatch.workload.contract import WholeBatchLoss
-from autobatch.workload.data_digest import digest_of
-from autobatch.workload.order import GlobalBatch
-from autobatch.workload.split import Sizes, SizeSplit, Split
+from autobatch.workload.data import digest_of
+from autobatch.workload.order import GlobalBatch, Sizes, SizeSplit, Split
 from autobatch.workload.user_code import describe
 
 LEAST_SAVED = 0.03

@@ -39,9 +39,8 @@ from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.feed import Feed
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, MicroBatchIds, Split
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
-from autobatch.workload.split import MicroBatchIds, Split
 from autobatch.workload.streams import StreamSampler
 from autobatch.workload.user_code import user_code
 

@@ -61,9 +61,8 @@ from autobatch.workload.contract import Collated, Workload, kind_of, schedule_ar
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import Feed
 from autobatch.workload.nested import to_device
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import GlobalBatchSampler, split_of
 from autobatch.workload.rng import mix_seed, preserved_random_state, seed_everything
-from autobatch.workload.split import split_of
 from autobatch.workload.user_code import describe, user_code
 
 

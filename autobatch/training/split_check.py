@@ -36,8 +36,7 @@ from autobatch.step.loss import divisor_and_items, read_totals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_step import accumulate
 from autobatch.workload.contract import Collated, WholeBatchLoss
-from autobatch.workload.data import collate_samples, elements, fetch, shallow_copies
-from autobatch.workload.data_digest import digest_of
+from autobatch.workload.data import collate_samples, digest_of, elements, fetch, shallow_copies
 from autobatch.workload.nested import cut, map_tensors
 from autobatch.workload.order import GlobalBatchSampler, epoch_of, permutation
 from autobatch.workload.rng import preserved_random_state, seed_everything

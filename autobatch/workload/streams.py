@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Workload, is_stream, kind_of
-from autobatch.workload.data_digest import digest_of
+from autobatch.workload.data import digest_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import (
     RandomState,

@@ -18,8 +18,7 @@ from autobatch.rehearsal.setup import Setup
 from autobatch.search import plan_split
 from autobatch.search.plan_split import choose_split
 from autobatch.training.split_check import examine
-from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.split import SizeSplit, Split
+from autobatch.workload.order import GlobalBatchSampler, SizeSplit, Split
 from tests.support.probes import probe_of
 from tests.support.ragged import (
     Sequences,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.step.ema import WeightAverage
+from autobatch.step.train_state import WeightAverage
 from tests.support.training import network, weights
 
 

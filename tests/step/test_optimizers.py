@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 
 from autobatch import InputError
-from autobatch.step.optimizers import build_optimizers
+from autobatch.step.train_state import build_optimizers
 from tests.support.custom_loops import Sam
 from tests.support.training import make_workload, train_state_of
 

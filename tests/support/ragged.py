@@ -16,9 +16,8 @@ from autobatch.core.records import SizeCut
 from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
 from autobatch.rehearsal.setup import Setup
-from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.data_digest import digest_of
-from autobatch.workload.split import SizeSplit
+from autobatch.workload.data import WorstCaseSampler, digest_of
+from autobatch.workload.order import SizeSplit
 from tests.support.training import (
     IGNORED,
     adamw,

@@ -25,9 +25,8 @@ from autobatch.training.loop import Loop
 from autobatch.training.run import build_schedules
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.feed import Feed
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import GlobalBatchSampler, Split
 from autobatch.workload.rng import seed_everything
-from autobatch.workload.split import Split
 
 IGNORED = -100
 CPU = torch.device("cpu")
