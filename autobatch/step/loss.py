@@ -22,7 +22,6 @@ from torch import Tensor
 from autobatch.core.errors import InputError
 from autobatch.step.gradients import LOW_PRECISION, is_readable
 from autobatch.workload.contract import Collated, Loss, kind_of
-from autobatch.workload.nested import form_of
 from autobatch.workload.user_code import user_code
 
 ONE = ""
@@ -116,7 +115,7 @@ def check_count(count: Any, whose: str) -> None:
         InputError: it is neither.
     """
     if not (count.dim() == 0 if isinstance(count, Tensor) else isinstance(count, Real)):
-        raise InputError(f"the count of {whose} must be a number or a 0-d tensor, found {form_of(count)}")
+        raise InputError(f"the count of {whose} must be a number or a 0-d tensor, found {kind_of(count)}")
     if not isinstance(count, Tensor) and not 0 <= count < math.inf:
         raise InputError(
             f"the count of {whose} must be finite and at least 0, found {count:g}, so no step was taken: "
@@ -144,7 +143,7 @@ def terms_of(loss: object) -> dict[str, Tensor | Loss]:
         if not isinstance(total, Tensor) or total.dim() != 0:
             where = " as the total of its Loss" if isinstance(term, Loss) else ""
             raise InputError(
-                f"{whose} must return a 0-d tensor or a Loss, found {form_of(total)}{where}: return a mean "
+                f"{whose} must return a 0-d tensor or a Loss, found {kind_of(total)}{where}: return a mean "
                 "over the samples, or several terms as a mapping of names to them"
             )
         if isinstance(term, Loss):

@@ -155,8 +155,7 @@ def build_train_state(
     Without a learning rate, it is the workload's own.
 
     Raises:
-        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that trains nothing in this
-            precision.
+        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that cannot train a batch in parts.
     """
     knobs, precision = settings.knobs, settings.precision
     apply_layout(model, knobs)
@@ -164,16 +163,6 @@ def build_train_state(
     optimizers = build_optimizers(workload, model, rate)
     apply_implementation(optimizers, knobs)
     parameters = list(parameters_of(optimizers))
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise InputError(
-            "Workload(optimizer=…) must train at least 1 parameter that requires a gradient, found 0 of "
-            f"{len(parameters):,}: build it from the parameters that it receives, and leave some unfrozen"
-        )
-    if precision == "fp16" and any(parameter.dtype == torch.float16 for parameter in parameters):
-        raise InputError(
-            "--precision fp16 needs fp32 parameters, found fp16: keep them in fp32, or choose --precision "
-            "fp32 to run them in their own type"
-        )
     return TrainState(
         model=model,
         loss=apply_forward(workload.loss, model, knobs),

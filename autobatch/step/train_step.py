@@ -122,8 +122,8 @@ def finish(train_state: TrainState, totals: StepTotals) -> StepResult:
     if items and not any(has_gradient):
         raise InputError(
             "the loss gives no gradient to any parameter that the optimizer trains: build the optimizer from "
-            "the parameters of this model, and compute the loss from its output, without detach() and "
-            "torch.no_grad()"
+            "the parameters of this model, of which some are not frozen, and compute the loss from its "
+            "output, without detach() and torch.no_grad()"
         )
     # Overflow after overflow halves a loss scale down to 0, and no gradient has a norm then.
     scale = (scaler.get_scale() if any(has_gradient) else 1.0) or math.nan

@@ -22,7 +22,7 @@ from autobatch.step.gradients import differentiate
 from autobatch.step.loss import ONE, StepTotals, Term, at_least_32_bits
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.workload.contract import Collated, WholeBatchLoss, kind_of
-from autobatch.workload.nested import form_of, map_tensors, tensors_of
+from autobatch.workload.nested import map_tensors, tensors_of
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
 from autobatch.workload.user_code import user_code
 
@@ -136,7 +136,7 @@ def accumulate_whole(
     def backward(value: Any) -> None:
         """Run the backward pass of the loss."""
         if not isinstance(value, Tensor) or value.dim() != 0:
-            raise InputError(f"WholeBatchLoss(loss=…) must return a 0-d tensor, found {form_of(value)}")
+            raise InputError(f"WholeBatchLoss(loss=…) must return a 0-d tensor, found {kind_of(value)}")
         wide = at_least_32_bits(value)
         with user_code("the backward pass of its loss"):
             differentiate(train_state.scaler.scale(wide), 1.0)

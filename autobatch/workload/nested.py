@@ -114,11 +114,6 @@ def children_of(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def form_of(value: object) -> str:
-    """Describe a value for a message if a 0-d tensor was expected: ``a tensor of shape (3,)``."""
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
-
-
 def _rebuilt(value: Any, children: list[Any]) -> Any:
     """Return the same container with other children; a plain value is returned unchanged."""
     if isinstance(value, MutableMapping):
@@ -146,7 +141,7 @@ def cut(value: Any, part: slice, samples: int) -> Any:
         return _rebuilt(value, [cut(child, part, samples) for child in children_of(value)])
     elif isinstance(value, PLAIN):
         return value
-    raise InputError(f"{form_of(value)} cannot be cut into {samples} samples")
+    raise InputError(f"{kind_of(value)} cannot be cut into {samples} samples")
 
 
 def held(placed: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:

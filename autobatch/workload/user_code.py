@@ -50,7 +50,8 @@ def mark_user_error(error: BaseException, part: str, function: object = None) ->
 
     The note has the line of the function if its result was refused, or if it takes other arguments.
     """
-    place = place_of(function)
+    code = getattr(function, "__code__", None)
+    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
     if type(error) is InputError and place and not remarks_on(error):
         error.add_note(f"look at the workload's {part}{place}")
     if not isinstance(error, AutobatchError) and failed_part(error) is None:
@@ -95,12 +96,6 @@ def to_picklable(error: BaseException) -> AutobatchError:
         carried = UserCodeError(describe(error))
     carried.add_note(text)
     return carried
-
-
-def place_of(function: object) -> str:
-    """Return the file and line of a function in brackets; empty for anything else."""
-    code = getattr(function, "__code__", None)
-    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
 
 
 def user_frame(error: BaseException) -> str | None:

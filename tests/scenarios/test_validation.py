@@ -15,7 +15,7 @@ import autobatch
 from autobatch import InputError, Loss, Progress
 from autobatch.training.run import train
 from tests.support.runs import open_loop, rows, settings
-from tests.support.training import fingerprint, make_workload, points
+from tests.support.training import averages, fingerprint, make_workload, points
 
 
 def drawing(model, batch):
@@ -48,7 +48,7 @@ def test_averaged_weights_are_validated_and_exported_and_no_bit_of_the_training_
     for name, value in loop.train_state.model.state_dict().items():
         assert torch.equal(stored[name], value)
         assert torch.equal(averaged[name], value) == (name not in names), "buffers are not averaged"
-    for name, average in zip(names, loop.train_state.average.tensors(), strict=True):
+    for name, average in zip(names, averages(loop.train_state.average), strict=True):
         assert torch.equal(averaged[name], average)
     assert not (tmp_path / "plain" / "model-ema.safetensors").exists()
 

@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 from autobatch.step.train_state import WeightAverage
-from tests.support.training import network, weights
-
-
-def averages(average: WeightAverage) -> list[torch.Tensor]:
-    return [tensor for tensor in average.state_dict()["averages"] if tensor is not None]
+from tests.support.training import averages, network, weights
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

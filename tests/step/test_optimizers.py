@@ -47,7 +47,6 @@ class ScheduleFree(SGD):
     [
         (lambda params, lr: None, "found nothing"),
         (lambda params, lr: [SGD(params, lr=lr), 3], "found an int"),
-        (lambda params, lr: SGD([torch.zeros(1)], lr=lr), "found 0 of 1"),
         (lambda params, lr: torch.optim.LBFGS(params, lr=lr), "^LBFGS runs the loss .* AdamW"),
         (lambda params, lr: ScheduleFree(params, lr=lr), r"^ScheduleFree switches its weights .* AdamW"),
         (lambda params, lr: Sam(params, lr=lr), r"^Sam runs the loss .* two autobatch\.batches"),

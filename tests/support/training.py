@@ -203,6 +203,12 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([t.detach().double().flatten() for t in tensors if t.is_floating_point()])
 
 
+def averages(average: Any) -> list[Tensor]:
+    """Return the averages of the weights that a train state keeps; empty if it keeps none."""
+    found = [] if average is None else average.state_dict()["averages"]
+    return [tensor for tensor in found if tensor is not None]
+
+
 def then(optimizer: Callable[..., Any], after_step: Callable[[Any], object]) -> Callable[..., Any]:
     """Return a function for an optimizer that calls one of the model after each step."""
 
