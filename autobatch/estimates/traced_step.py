@@ -281,7 +281,6 @@ def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sha
         # Ranks build their parts only, so the whole model is never on a device.
         with recorder.uncounted():
             sharded = sharding(model, step.precision)
-    recorder.count([*model.parameters(), *model.buffers()])
     train_state = build_train_state(step.workload, model, torch.device("cpu"), step, recorder)
     if {*map(id, train_state.parameters)}.isdisjoint(map(id, model.parameters())):
         raise RuntimeError("the optimizer is that of another model, which a trace must not train")

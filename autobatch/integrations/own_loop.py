@@ -27,7 +27,7 @@ from autobatch.distributed.group import join_loop
 from autobatch.distributed.ranks import Ranks, launched_world
 from autobatch.distributed.shared_stream import open_sampler
 from autobatch.step.gradients import Gradients, differentiate, norm_of
-from autobatch.step.loss import CountsAhead, StepTotals, weigh_loss
+from autobatch.step.loss import CountsAhead, StepTotals, add_loss, weigh_loss
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, finish
@@ -126,6 +126,7 @@ class Batch:
         value, weight = weigh_loss(totals, loss, self._open, state.counts)
         with state.gradients.summed_apart():
             differentiate(state.scaler.scale(value), weight)
+        add_loss(totals, value, weight)
         self._open = None
 
     def step(self, *, max_grad_norm: float | None = None) -> StepResult:

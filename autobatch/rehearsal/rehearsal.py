@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import COMPILE
@@ -151,9 +152,14 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
 
     Of a model that ranks share, the copies are the parts of one rank, with values of their own.
     """
+    device = setup.device.torch_device
+
+    def build(model: nn.Module) -> TrainState:
+        return build_train_state(setup.workload, model, device, setup, meter, learning_rate=learning_rate)
+
     if setup.sharding is None:
-        with temporary_weights(setup.model, setup.device.torch_device):
-            train_state = _build(setup, meter, learning_rate)
+        with temporary_weights(setup.model, device):
+            train_state = build(setup.model)
             with temporary_state(train_state.optimizers):
                 yield train_state
         return
@@ -161,17 +167,10 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
     from autobatch.distributed.shard import sharded_copy
 
     with meter.uncounted():
-        model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, setup.device.torch_device)
-    train_state = _build(replace(setup, model=model), meter, learning_rate)
+        model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, device)
+    train_state = build(model)
     shared.attach(train_state)
     yield train_state
-
-
-def _build(setup: Setup, meter: Meter, learning_rate: float | None) -> TrainState:
-    """Build a train state on a model whose tensors the meter counts from here on."""
-    meter.count(tensor.data for tensor in [*setup.model.parameters(), *setup.model.buffers()])
-    device = setup.device.torch_device
-    return build_train_state(setup.workload, setup.model, device, setup, meter, learning_rate=learning_rate)
 
 
 def _step_anyway(train_state: TrainState) -> None:

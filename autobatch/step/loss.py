@@ -84,7 +84,7 @@ class CountsAhead:
             self.sum_over_ranks(None)
             raise
         self.sums = self.sum_over_ranks(own)
-        return _drained(kept)
+        return (kept.popleft() for _ in range(len(kept)))
 
     def _count(self, batches: Iterable[Collated]) -> dict[str, float]:
         sums: dict[str, float] = {}
@@ -101,11 +101,6 @@ class CountsAhead:
                     check_count(value := float(count), f"{name!r} in counts=…")
                     sums[name] = sums.get(name, 0.0) + value
         return sums
-
-
-def _drained(kept: deque[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:
-    while kept:
-        yield kept.popleft()
 
 
 def check_count(count: Any, whose: str) -> None:
@@ -157,7 +152,8 @@ def weigh_loss(
     """Return what a micro-batch of ``size`` samples adds to the loss of its batch: a 0-d tensor × a weight.
 
     Args:
-        totals: those of the micro-batches before; the sums of this one are added.
+        totals: those of the micro-batches before; the sums of this one are added, but for the loss of an only
+            term (`add_loss`).
         loss: what the loss function returned for the micro-batch.
         size: its samples; 0 for one that only keeps other ranks company.
         counts: of the batch; None if no term needs them.
@@ -179,20 +175,29 @@ def weigh_loss(
             )
         total, count, share = (value, size, size) if is_mean else (*value, min(size, 1))
         total, weight = at_least_32_bits(total), share / term.divisor if term.divisor else 0.0
-        if is_readable(total):
-            term.loss = term.loss + total.item() * weight
-        elif isinstance(term.loss, Tensor):
-            term.loss = term.loss.add(total.detach(), alpha=weight)
-        else:  # the first; each tensor more would take a block that stays until the step
-            term.loss = total.detach() * weight + term.loss if term.loss else total.detach() * weight
         if size:
             term.count = term.count + (count.detach().double() if isinstance(count, Tensor) else count)
-        if len(terms) > 1:
+        if name:
             parts.append(total * weight)
+            term.loss = term.loss + parts[-1].detach()
     totals.sizes.append(size)
     if parts:
         return sum(parts[1:], start=parts[0]), 1.0
     return _kept(total), weight
+
+
+def add_loss(totals: StepTotals, loss: Tensor, weight: float) -> None:
+    """Add the loss of a micro-batch to the only term, after its backward pass; several terms have theirs."""
+    term = totals.terms.get(ONE)
+    if term is None:
+        return
+    # On the host if it may be read there at once.
+    if is_readable(loss):
+        term.loss = term.loss + loss.item() * weight
+    elif isinstance(term.loss, Tensor):
+        term.loss = term.loss.add(loss.detach(), alpha=weight)
+    else:  # the first; each tensor more would take a block that stays until the step
+        term.loss = loss.detach() * weight + term.loss if term.loss else loss.detach() * weight
 
 
 def _begin_terms(

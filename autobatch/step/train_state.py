@@ -152,12 +152,13 @@ def build_train_state(
 ) -> TrainState:
     """Build the optimizers, the loss scale and the weight average of a model that is on its device already.
 
-    Without a learning rate, it is the workload's own.
+    The meter counts its tensors from here on. Without a learning rate, it is the workload's own.
 
     Raises:
         InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that cannot train a batch in parts.
     """
     knobs, precision = settings.knobs, settings.precision
+    meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
     apply_layout(model, knobs)
     rate = workload.learning_rate if learning_rate is None else learning_rate
     optimizers = build_optimizers(workload, model, rate)

@@ -24,7 +24,7 @@ import torch
 from autobatch.core.errors import InputError
 from autobatch.core.records import Record
 from autobatch.step.gradients import differentiate, norm_of
-from autobatch.step.loss import StepTotals, divisor_and_items, read_totals, weigh_loss
+from autobatch.step.loss import StepTotals, add_loss, divisor_and_items, read_totals, weigh_loss
 from autobatch.step.train_state import MicroBatches, TrainState, precision_context
 from autobatch.step.whole_batch import accumulate_whole
 from autobatch.workload.contract import WholeBatchLoss
@@ -89,6 +89,7 @@ def _accumulate_parts(train_state: TrainState, totals: StepTotals, micro_batches
             part = "the backward pass of its loss"
             train_state.meter.mark("backward")
             differentiate(train_state.scaler.scale(value), weight)
+            add_loss(totals, value, weight)
             part = "data"
             del value
     except Exception as error:

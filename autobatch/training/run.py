@@ -477,7 +477,6 @@ def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> T
         model, shared = shard_over(ranks, setup.model, plan.precision, device)
     else:
         model, shared = setup.model.to(device), None
-    meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
     settings = replace(setup, precision=plan.precision, knobs=plan.knobs)
     train_state = build_train_state(
         setup.workload, model, device, settings, meter, learning_rate=plan.learning_rate

@@ -74,7 +74,6 @@ def real(precision: Any) -> tuple[int, int]:
     meter = StorageTracker(Allocator())
     with meter:
         meter.mark("setup")
-        meter.count([*model.parameters(), *model.buffers()])
         train_state = build_train_state(workload, model, CPU, StepSettings(precision=precision), meter)
         sharded.attach(train_state)
         take_steps(train_state, STEPS, batch_of)

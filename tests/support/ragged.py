@@ -94,7 +94,5 @@ def count_ooms(workload: Workload, setup: Setup, micro_batch: int, *, target: in
         meter.mark("setup")
         counts = {"target_batch": target, "micro_batch": micro_batch, "steps": steps}
         loop = make_loop(workload, **counts, device=setup.device, meter=meter)
-        model = loop.train_state.model
-        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
         list(loop.run())
     return loop.oom_recoveries
