@@ -44,7 +44,14 @@ class Rows:
         Raises:
             InputError: there is not one row per sample, or the form differs from the micro-batch before.
         """
-        parts = _parts(represented, place.stop - place.start)
+        is_nested = isinstance(represented, Tensor | tuple | list | dict)
+        parts, size = list(tensors_of(represented)) if is_nested else [], place.stop - place.start
+        if not parts or any(part.dim() == 0 or len(part) != size for part in parts):
+            found = _forms(parts) if parts else kind_of(represented)
+            raise InputError(
+                "WholeBatchLoss(represent=…) must return a tensor, or a tuple, list or dict of tensors, with "
+                f"one row per sample: for {size} samples, found {found}"
+            )
         if self.collated is None:
             self.collated = map_tensors(
                 represented, lambda part: part.new_empty((self._samples, *part.shape[1:]))
@@ -82,17 +89,6 @@ class Rows:
         ]
         if pairs:
             torch.autograd.backward([part for part, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def _parts(represented: Any, size: int) -> list[Tensor]:
-    """Return the tensors that ``represent`` returned, after a check that each has one row per sample."""
-    parts = list(tensors_of(represented)) if isinstance(represented, Tensor | tuple | list | dict) else []
-    if not parts or any(part.dim() == 0 or len(part) != size for part in parts):
-        raise InputError(
-            "WholeBatchLoss(represent=…) must return a tensor, or a tuple, list or dict of tensors, with one "
-            f"row per sample: for {size} samples, found {_forms(parts) if parts else kind_of(represented)}"
-        )
-    return parts
 
 
 def _forms(tensors: Iterable[Tensor]) -> str:
