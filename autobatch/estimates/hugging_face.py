@@ -23,7 +23,7 @@ from autobatch.core.text import LONGEST_VALUE, cut, error_text, one_line, printa
 from autobatch.estimates.estimator import estimate_limits
 from autobatch.report.result import Estimates
 from autobatch.workload.contract import Workload
-from autobatch.workload.reference import NAMED_MODEL
+from autobatch.workload.user_code import NAMED_MODEL
 
 USUAL_SEQUENCE = 2048
 """Tokens of a sequence if none is asked for and the model takes as many."""

@@ -24,7 +24,7 @@ from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.setup import Setup, describe_setup
 from autobatch.step.apply_knobs import recomputable_blocks
 from autobatch.step.gradients import low_precision_parameters
-from autobatch.step.optimizers import stand_in_optimizers
+from autobatch.step.train_state import stand_in_optimizers
 from autobatch.workload.contract import Workload
 
 NATIVE_BF16 = (8, 0)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,11 +31,11 @@ from autobatch.device.base import followed_modules
 from autobatch.device.trace import Trace
 from autobatch.device.tracker import UPDATES, StorageTracker, has_wrappers
 from autobatch.estimates.policy import Capability, as_on_cuda, cuda_policy
-from autobatch.step.train_state import StepSettings, TrainState, build_train_state
+from autobatch.step.train_state import Passes, StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.nested import Passes, held, tensors_of
+from autobatch.workload.nested import held, map_tensors, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
@@ -192,30 +193,6 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return a batch with fake tensors in its tuples, lists, mappings, and attributes of objects."""
-    if isinstance(batch, Tensor):
-        return fake_copy(batch, mode)
-    if isinstance(batch, MutableMapping):
-        made = copy.copy(batch)
-        for key, value in batch.items():
-            made[key] = fake_batch(value, mode)
-        return made
-    if isinstance(batch, Mapping):
-        return {key: fake_batch(value, mode) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        fakes = [fake_batch(value, mode) for value in batch]
-        return type(batch)(*fakes) if hasattr(batch, "_fields") else type(batch)(fakes)
-    if hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
-        made = copy.copy(batch)
-        # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.
-        for name, value in list(vars(made).items()):
-            if isinstance(value, Tensor | Mapping | list | tuple):
-                vars(made)[name] = fake_batch(value, mode)
-        return made
-    return batch
-
-
 STEPS = (1, 2)
 """Micro-batches of each step. Adam's state appears in the first step, and ``.grad`` is resident while the
 second micro-batch of the other one runs. Every later step does the same as that one."""
@@ -266,7 +243,7 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
 
     def place(batch: Collated) -> Collated:
         with recorder.uncounted():
-            fake = fake_batch(batch, mode)
+            fake = map_tensors(batch, partial(fake_copy, mode=mode))
         recorder.count(tensors_of(fake))
         return fake
 
@@ -290,7 +267,7 @@ def record(step: TracedStep, micro_batch: int) -> Recording:
         train_state = _build(step, model, recorder, sharding)
         for count in step.steps:
             samples = batch_samples(step.samples, micro_batch, count)
-            train_step(train_state, micro_batches(count), samples, mark=recorder.mark)
+            train_step(train_state, micro_batches(count), samples)
     trace = recorder.trace()
     assert trace is not None
     return Recording(trace, frozenset(recorder.notes))
@@ -304,8 +281,7 @@ def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sha
         # Ranks build their parts only, so the whole model is never on a device.
         with recorder.uncounted():
             sharded = sharding(model, step.precision)
-    recorder.count([*model.parameters(), *model.buffers()])
-    train_state = build_train_state(step.workload, model, torch.device("cpu"), step)
+    train_state = build_train_state(step.workload, model, torch.device("cpu"), step, recorder)
     if {*map(id, train_state.parameters)}.isdisjoint(map(id, model.parameters())):
         raise RuntimeError("the optimizer is that of another model, which a trace must not train")
     for optimizer in train_state.optimizers:

@@ -26,8 +26,7 @@ from autobatch.rehearsal.rehearsal import batch_of, rehearse
 from autobatch.rehearsal.setup import Setup
 from autobatch.search.probe import Limit
 from autobatch.search.runs import run_attempt
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of
-from autobatch.workload.split import Split
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, Split, epoch_of
 
 FIRST = 3
 """First batches of a run that are run, and as many of the heaviest ones."""

@@ -19,7 +19,7 @@ from autobatch.core.knobs import (
 )
 from autobatch.device.host import usable_cores
 from autobatch.rehearsal.setup import Setup
-from autobatch.step.optimizers import stand_in_optimizers
+from autobatch.step.train_state import stand_in_optimizers
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state
 
