@@ -19,7 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader
 
 import autobatch
-from autobatch.step.optimizers import build_optimizers
+from autobatch.step.train_state import build_optimizers
 from autobatch.training.run import build_schedules
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.commandline import printed

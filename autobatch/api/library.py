@@ -27,7 +27,7 @@ from autobatch.report.result import Estimates, FitResult, PlanResult, ProbeResul
 from autobatch.report.terminal import Terminal
 from autobatch.training.metrics import Sink, Until
 from autobatch.workload.contract import kind_of
-from autobatch.workload.reference import WorkloadSource
+from autobatch.workload.user_code import WorkloadSource
 
 ShowProgress = Progress | Literal["auto"] | bool
 """A listener, or whether to show the progress; ``auto`` shows it in terminals and notebooks."""

@@ -52,11 +52,11 @@ from autobatch.training.run_folder import CHECKPOINTS, move_earlier_run
 from autobatch.training.split_check import SHARED, Finding, examine, examine_run, statistics_notes
 from autobatch.workload import demo
 from autobatch.workload.contract import Workload
-from autobatch.workload.data_digest import DataDigest, check_same_data, digest_of
+from autobatch.workload.data import DataDigest, check_same_data, digest_of
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.reference import NAMED_MODEL, WorkloadSource, find_workload, is_named_model
 from autobatch.workload.rng import preserved_generators
 from autobatch.workload.streams import length_of_stream, open_sampler
+from autobatch.workload.user_code import NAMED_MODEL, WorkloadSource, find_workload, is_named_model
 
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""

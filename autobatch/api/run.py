@@ -23,8 +23,8 @@ from autobatch.report.result import Result
 from autobatch.training.checkpoint import Loaded
 from autobatch.training.metrics import Sink, Until
 from autobatch.training.run_folder import claim_folder, folder_of
-from autobatch.workload.data_digest import DataDigest, check_same_data
-from autobatch.workload.reference import WorkloadSource
+from autobatch.workload.data import DataDigest, check_same_data
+from autobatch.workload.user_code import WorkloadSource
 
 SHARED_SECONDS = 30.0
 """Longest wait until a file of rank 0 shows on every rank; network file systems keep listings for a while."""

@@ -192,7 +192,7 @@ def show_result(workload: str | None, options: Options, ranks: Ranks, line: str)
     """Run a command that opens a workload on this rank, and return its result, which rank 0 has shown."""
     from autobatch.rehearsal.process import ChildProcess, import_torch, may_copy
     from autobatch.report.terminal import Terminal
-    from autobatch.workload.reference import check_reference, is_named_model
+    from autobatch.workload.user_code import check_reference, is_named_model
 
     predicts = options.command == "estimate"
     if workload is not None and not options.snapshot and not (predicts and is_named_model(workload)):

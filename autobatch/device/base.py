@@ -34,6 +34,9 @@ GPU_HEADROOM_SHARE = 0.05
 class Meter:
     """Readings of one session on a device. Here they are those of a session in which nothing is counted."""
 
+    phase = "setup"
+    """The phase that runs; see `mark`."""
+
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were made out of sight of the device (a batch, for example).
 
@@ -47,8 +50,11 @@ class Meter:
         return nullcontext()
 
     def mark(self, phase: str) -> None:
-        """Record that a phase begins; see `autobatch.step.train_step.Mark`."""
-        return
+        """Record that a phase of a step begins.
+
+        They are ``setup``, ``forward``, ``loss`` (of a whole batch), ``backward`` and ``optimizer``.
+        """
+        self.phase = phase
 
     def enter_module(self, name: str) -> None:
         """Record that a module's forward pass runs from here on; empty for none."""

@@ -107,6 +107,7 @@ class CudaMeter(Meter):
 
     def mark(self, phase: str) -> None:
         """Record that a phase begins, after the events so far."""
+        super().mark(phase)
         self._note(self._marks, phase)
 
     def enter_module(self, name: str) -> None:

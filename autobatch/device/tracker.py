@@ -145,6 +145,7 @@ class StorageTracker(TorchDispatchMode, Meter):
 
     def mark(self, phase: str) -> None:
         """Record that a phase begins."""
+        super().mark(phase)
         self.settle()
         self._marks.append((len(self.events), phase))
 

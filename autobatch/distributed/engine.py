@@ -34,7 +34,7 @@ from autobatch.core.signals import StopRequest
 from autobatch.core.units import MiB
 from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import Gradients, norm_of
-from autobatch.step.loss import StepTotals, Term, numbers_of_terms, read_numbers
+from autobatch.step.loss import StepTotals, read_totals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import MicroBatches, TrainState
 from autobatch.workload.contract import Collated
@@ -43,14 +43,6 @@ from autobatch.workload.rng import preserved_random_state
 TOGETHER_BYTES = 4 * MiB
 """Most bytes of the small gradients, which are copied to travel. The activations that are free by then had
 more."""
-
-
-def bring_to_host(totals: StepTotals) -> None:
-    """Replace the sums of a rank that are on its device by numbers, which can be sent."""
-    totals.loss, count, *read = read_numbers([totals.loss, totals.count, *numbers_of_terms(totals)])
-    totals.count = None if totals.count is None else count
-    for term, own, count in zip(totals.terms.values(), read[::2], read[1::2], strict=True):
-        term.loss, term.count = own, count
 
 
 def present(gradients: Gradients) -> bytes:
@@ -75,21 +67,20 @@ def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
     Raises:
         InputError: the losses of the ranks have different forms.
     """
-    ran = [own for own in of_ranks if own.sizes]
-    if any(own.form != ran[0].form for own in ran):
+    whole, *others = [own.terms for own in of_ranks if own.terms]
+    forms = [
+        {name: (term.is_mean, term.divisor) for name, term in terms.items()} for terms in (whole, *others)
+    ]
+    if any(form != forms[0] for form in forms):
         raise InputError(
             "the workload's loss returned other terms on one rank than on another: return the same terms, "
             "each as a tensor or as a Loss, on all"
         )
-    terms: dict[str, Term] = {}
-    for name, term in [item for own in of_ranks for item in own.terms.items()]:
-        whole = terms.setdefault(name, Term(items=term.items))
-        whole.loss, whole.count = whole.loss + term.loss, whole.count + term.count
-    counts = [own.count for own in of_ranks if own.count is not None]
-    totals.loss = sum(own.loss for own in of_ranks)
-    totals.count = sum(counts) if counts else None
-    totals.divisor = max(own.divisor for own in ran)
-    totals.terms = terms
+    for terms in others:
+        for name, term in terms.items():
+            whole[name].loss += term.loss
+            whole[name].count += term.count
+    totals.terms = whole
 
 
 def sum_gradients(ranks: Ranks, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
@@ -172,7 +163,7 @@ class Whole:
         if self.ranks.world == 1:
             return outcome
         if isinstance(outcome, StepTotals):
-            bring_to_host(outcome)
+            read_totals(outcome)
         message = self.request.own, outcome, present(train_state.gradients)
         signals, of_ranks, gradients = zip(*self.ranks.gather(message), strict=True)
         self.request.agree(signals)

@@ -45,7 +45,7 @@ from autobatch.rehearsal.setup import (
 from autobatch.report.result import Estimates
 from autobatch.step.apply_knobs import recomputable_blocks
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes, low_precision_parameters
-from autobatch.step.optimizers import stand_in_optimizers
+from autobatch.step.train_state import stand_in_optimizers
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything

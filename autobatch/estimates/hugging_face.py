@@ -20,7 +20,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.text import LONGEST_VALUE, cut, error_text, one_line, printable, quoted
 from autobatch.workload.contract import Workload
-from autobatch.workload.reference import NAMED_MODEL
+from autobatch.workload.user_code import NAMED_MODEL
 
 USUAL_SEQUENCE = 2048
 """Tokens of a sequence if none is asked for and the model takes as many."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,11 +42,11 @@ from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.policy import Capability, as_on_cuda, cuda_policy
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.rehearsal.setup import Setup
-from autobatch.step.train_state import TrainState, build_train_state
+from autobatch.step.train_state import Passes, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss
-from autobatch.workload.nested import Passes, children_of, held, rebuilt, tensors_of
+from autobatch.workload.nested import held, map_tensors, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
@@ -211,22 +211,6 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return a batch with fake tensors in its tuples, lists, mappings, and attributes of objects."""
-    if isinstance(batch, Tensor):
-        return fake_copy(batch, mode)
-    if isinstance(batch, Mapping | list | tuple):
-        return rebuilt(batch, [fake_batch(child, mode) for child in children_of(batch)])
-    if hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
-        made = copy.copy(batch)
-        # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.
-        for name, value in list(vars(made).items()):
-            if isinstance(value, Tensor | Mapping | list | tuple):
-                vars(made)[name] = fake_batch(value, mode)
-        return made
-    return batch
-
-
 STEPS = (1, 2)
 """Micro-batches of each step. Adam's state appears in the first step, and ``.grad`` is resident while the
 second micro-batch of the other one runs. Every later step does the same as that one."""
@@ -276,7 +260,7 @@ def record(step: TracedStep, micro_batch: int, batch: Collated | None = None) ->
 
     def place(batch: Collated) -> Collated:
         with recorder.uncounted():
-            fake = fake_batch(batch, mode)
+            fake = map_tensors(batch, partial(fake_copy, mode=mode))
         recorder.count(tensors_of(fake))
         return fake
 
@@ -300,7 +284,7 @@ def record(step: TracedStep, micro_batch: int, batch: Collated | None = None) ->
         train_state = _build(step, model, recorder, sharding)
         for count in step.steps:
             samples = batch_samples(setup.whole_batch, micro_batch, count)
-            train_step(train_state, micro_batches(count), samples, mark=recorder.mark)
+            train_step(train_state, micro_batches(count), samples)
     trace = recorder.trace()
     assert trace is not None
     return Recording(trace, frozenset(recorder.notes))
@@ -314,8 +298,8 @@ def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sha
         # Ranks build their parts only, so the whole model is never on a device.
         with recorder.uncounted():
             sharded = sharding(model, step.setup.precision)
-    recorder.count([*model.parameters(), *model.buffers()])
-    train_state = build_train_state(step.setup.workload, model, torch.device("cpu"), step.setup)
+    workload, host = step.setup.workload, torch.device("cpu")
+    train_state = build_train_state(workload, model, host, step.setup, recorder)
     if {*map(id, train_state.parameters)}.isdisjoint(map(id, model.parameters())):
         raise RuntimeError("the optimizer is that of another model, which a trace must not train")
     for optimizer in train_state.optimizers:

@@ -25,21 +25,18 @@ from autobatch.core.records import Plan
 from autobatch.distributed.engine import Whole
 from autobatch.distributed.group import join_loop
 from autobatch.distributed.ranks import Ranks, launched_world
-from autobatch.step.counts import CountsAhead
-from autobatch.step.gradients import Gradients, norm_of
-from autobatch.step.loss import StepTotals, begin_terms, weigh_loss
+from autobatch.step.gradients import Gradients, differentiate, norm_of
+from autobatch.step.loss import CountsAhead, StepTotals, add_loss, weigh_loss
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepResult, finish, run_backward
+from autobatch.step.train_step import StepResult, finish
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import LossValue, WholeBatchLoss, Workload, is_stream, kind_of
-from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.data_digest import digest_data, digest_of
+from autobatch.workload.data import WorstCaseSampler, digest_data, digest_of
 from autobatch.workload.feed import Feed
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.reference import WorkloadSource, find_workload
-from autobatch.workload.split import Split, split_of
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, Split, split_of
 from autobatch.workload.streams import StreamSampler, open_sampler
+from autobatch.workload.user_code import WorkloadSource, find_workload
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("autobatch")
@@ -125,9 +122,10 @@ class Batch:
         state, totals = self._state, self._totals
         if not totals.sizes:
             state.gradients.clear()
-        value, weight = weigh_loss(state, totals, loss, self._open)
+        value, weight = weigh_loss(totals, loss, self._open, state.counts)
         with state.gradients.summed_apart():
-            run_backward(state, totals, value, weight, self._open)
+            differentiate(state.scaler.scale(value), weight)
+        add_loss(totals, value, weight)
         self._open = None
 
     def step(self, *, max_grad_norm: float | None = None) -> StepResult:
@@ -156,10 +154,9 @@ class Batch:
             )
         if not totals.sizes:
             state.gradients.clear()
-            begin_terms(state, totals, None)
         state.max_grad_norm = max_grad_norm
         self._engine.combine(state, totals)
-        result = finish(state, totals, mark=lambda _: None)
+        result = finish(state, totals)
         self._is_stepped = True
         scaler = state.scaler
         if result.applied or not result.count:

@@ -33,7 +33,7 @@ from autobatch.device.host import count_oom_kills, has_gpu_driver
 
 if TYPE_CHECKING:
     from autobatch.rehearsal.setup import Setup, SetupInfo
-    from autobatch.workload.reference import WorkloadSource
+    from autobatch.workload.user_code import WorkloadSource
 
 PATIENCE_SECONDS = 2.0
 """Time for a child to leave before it is killed."""
@@ -221,7 +221,7 @@ def import_torch() -> None:
 
 def _open(workload: WorkloadSource, options: Options, world: int) -> Setup:
     from autobatch.rehearsal.setup import open_setup
-    from autobatch.workload.reference import find_workload
+    from autobatch.workload.user_code import find_workload
 
     return open_setup(find_workload(workload, options.seed), options, world)
 

@@ -11,13 +11,14 @@ steady state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import COMPILE
@@ -34,8 +35,8 @@ from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import held
+from autobatch.workload.order import MicroBatchIds
 from autobatch.workload.rng import preserved_random_state
-from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import user_code
 
 
@@ -49,8 +50,6 @@ class Batch:
     """Number of micro-batches."""
     samples: int
     """Samples of the batch, which may be more than those of its micro-batches."""
-    places: Sequence[Sequence[int]] | None = None
-    """Place in the batch of each sample of each micro-batch; None for samples in order."""
 
 
 class Step(NamedTuple):
@@ -73,7 +72,7 @@ class Rehearsal:
     reason: str | None = None
     """Reason why it does not fit; None if it does."""
     phase: str | None = None
-    """Phase in which memory ran out; see `autobatch.step.train_step.Mark`. None if it did not."""
+    """Phase in which memory ran out; see `Meter.mark`. None if it did not."""
     is_below_budget: bool = False
     """True if something else than the budget refused memory."""
     stats: MemoryStats = field(default_factory=MemoryStats)
@@ -102,16 +101,10 @@ def rehearse(
     Raises:
         Exception: whatever the workload raises, except out of memory.
     """
-    rehearsal, device, current, is_lost = Rehearsal(), setup.device, "setup", False
+    rehearsal, device, is_lost = Rehearsal(), setup.device, False
     with preserved_random_state(), device.session(is_probe=within_budget) as meter:
-
-        def mark(phase: str) -> None:
-            nonlocal current
-            current = phase
-            meter.mark(phase)
-
         try:
-            mark("setup")
+            meter.mark("setup")
             followed = within_budget and setup.sharding is None and setup.knobs.get(COMPILE, "off") == "off"
             with (
                 on_copies(setup, meter, learning_rate=learning_rate) as train_state,
@@ -121,9 +114,9 @@ def rehearse(
                     # The usual scale of 65536 may overflow in every step, and no state appears.
                     train_state.scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=1.0)
                 for batch in batches:
-                    step = _take_step(setup, batch, train_state, meter, mark)
+                    step = _take_step(setup, batch, train_state)
                     if within_budget and not rehearsal.steps and not step.result.applied:
-                        _step_anyway(train_state, mark)
+                        _step_anyway(train_state)
                     rehearsal.steps.append(step)
                 del train_state
         except Exception as error:
@@ -131,7 +124,7 @@ def rehearse(
             if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and is_smallest):
                 raise
             is_lost = verdict is Verdict.FATAL
-            rehearsal.reason, rehearsal.phase = first_line(error), current
+            rehearsal.reason, rehearsal.phase = first_line(error), meter.phase
             requested = requested_bytes(error)
         # Outside the except block, nothing keeps the failed step's tensors alive.
         if not is_lost:  # a lost context answers no question
@@ -150,7 +143,7 @@ def batch_of(workload: Workload, parts: Sequence[MicroBatchIds]) -> Batch:
     """Return the batch of these samples, which are fetched as they are needed."""
     fetched = ((load_micro_batch(workload, part.ids), len(part.ids)) for part in parts)
     samples = sum(len(part.ids) for part in parts)
-    return Batch(fetched, len(parts), samples, [part.places for part in parts])
+    return Batch(fetched, len(parts), samples)
 
 
 @contextmanager
@@ -159,9 +152,14 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
 
     Of a model that ranks share, the copies are the parts of one rank, with values of their own.
     """
+    device = setup.device.torch_device
+
+    def build(model: nn.Module) -> TrainState:
+        return build_train_state(setup.workload, model, device, setup, meter, learning_rate=learning_rate)
+
     if setup.sharding is None:
-        with temporary_weights(setup.model, setup.device.torch_device):
-            train_state = _build(setup, meter, learning_rate)
+        with temporary_weights(setup.model, device):
+            train_state = build(setup.model)
             with temporary_state(train_state.optimizers):
                 yield train_state
         return
@@ -169,22 +167,15 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
     from autobatch.distributed.shard import sharded_copy
 
     with meter.uncounted():
-        model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, setup.device.torch_device)
-    train_state = _build(replace(setup, model=model), meter, learning_rate)
+        model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, device)
+    train_state = build(model)
     shared.attach(train_state)
     yield train_state
 
 
-def _build(setup: Setup, meter: Meter, learning_rate: float | None) -> TrainState:
-    """Build a train state on a model whose tensors the meter counts from here on."""
-    meter.count(tensor.data for tensor in [*setup.model.parameters(), *setup.model.buffers()])
-    device = setup.device.torch_device
-    return build_train_state(setup.workload, setup.model, device, setup, learning_rate=learning_rate)
-
-
-def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
+def _step_anyway(train_state: TrainState) -> None:
     """Make the optimizers' state appear although a step without counted items, or an overflow, skipped it."""
-    mark("optimizer")
+    train_state.meter.mark("optimizer")
     for parameter in train_state.parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     with user_code("optimizer"):
@@ -193,30 +184,22 @@ def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
     train_state.gradients.clear()
 
 
-def _take_step(
-    setup: Setup, batch: Batch, train_state: TrainState, meter: Meter, mark: Callable[[str], None]
-) -> Step:
+def _take_step(setup: Setup, batch: Batch, train_state: TrainState) -> Step:
     """Take one step of `rehearse`."""
 
     def now() -> float:
         setup.device.synchronize()
         return setup.clock()
 
-    placed: Iterable[tuple[Collated, int]] = train_state.feed(batch.micro_batches, meter)
+    placed: Iterable[tuple[Collated, int]] = train_state.feed(batch.micro_batches)
     if setup.keeps_batches and not isinstance(setup.workload.loss, WholeBatchLoss):
         placed = held(placed)
     start = now()
-    totals = accumulate(
-        train_state,
-        placed,
-        batch.samples,
-        mark,
-        places=batch.places,
-    )
+    totals = accumulate(train_state, placed, batch.samples)
     accumulated = now()
     has_gradient = any(map(len, train_state.gradients.by_optimizer()))
     # ``placed`` is held here, and may keep the last micro-batch until the step ends.
-    result = finish(train_state, totals, mark=mark)
+    result = finish(train_state, totals)
     return Step(result, (accumulated - start) / batch.count, now() - accumulated, has_gradient)
 
 

@@ -24,12 +24,10 @@ from autobatch.device.cuda import allocator_options
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
-from autobatch.step.optimizers import stand_in_optimizers
-from autobatch.step.train_state import StepSettings
+from autobatch.step.train_state import StepSettings, stand_in_optimizers
 from autobatch.workload import demo
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
-from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.data_digest import DataDigest, digest_data
+from autobatch.workload.data import DataDigest, WorstCaseSampler, digest_data
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import epoch_of
 from autobatch.workload.rng import preserved_random_state, seeded

@@ -46,8 +46,7 @@ from autobatch.rehearsal.process import ChildCrashed, SetupProcess, ThisProcess
 from autobatch.rehearsal.rehearsal import Outcome, attempt, batch_of, rehearse
 from autobatch.rehearsal.setup import KeyValue, Setup
 from autobatch.search.probe import FIRST, Limit, SavedLimit, find_largest
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of
-from autobatch.workload.split import Split
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, Split, epoch_of
 
 _LOG = logging.getLogger(__name__)
 STATE_COPIES = 4

@@ -23,9 +23,9 @@ from autobatch.distributed.ranks import Ranks, agree_on_cut
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.search.find_limit import BATCHES, TRIES, batches_to_run, run_batches
-from autobatch.workload.data_digest import digest_of
-from autobatch.workload.order import GlobalBatch
-from autobatch.workload.split import Sizes, SizeSplit, Split
+from autobatch.workload.contract import WholeBatchLoss
+from autobatch.workload.data import digest_of
+from autobatch.workload.order import GlobalBatch, Sizes, SizeSplit, Split
 from autobatch.workload.user_code import describe
 
 LEAST_SAVED = 0.03
@@ -93,6 +93,8 @@ def _choose(setup: Setup, plan: Plan, probe: Probe, options: Options, check: Che
         )
     if sizes.min() == sizes.max():
         raise InputError("all samples have one size")
+    if isinstance(setup.workload.loss, WholeBatchLoss):
+        raise InputError("a WholeBatchLoss sees its rows in the order of the batch")
     if plan.multiple > 1:
         raise InputError(f"micro-batches must be multiples of {plan.multiple}")
     # Above an error for another reason than memory, no micro-batch runs.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autobatch.core.errors import InputError
+from autobatch.workload.rng import preserved_generators
 
 SMALL_BUFFER = 2**18
 """Elements of the largest buffer that is copied for every batch."""
@@ -50,12 +51,6 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
             *((own, dict(own)) for own in (module._parameters, module._buffers, module._modules)),
         )
     ]
-    generators = [
-        (value, value.get_state())
-        for module in modules
-        for value in vars(module).values()
-        if isinstance(value, torch.Generator)
-    ]
     try:
         for tensor, data, _, _ in saved:
             tensor.grad = None
@@ -63,13 +58,12 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
         for module in modules:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # as `Module.to` does, or cuDNN copies the weights in each pass
-        yield model
+        with preserved_generators(*modules):
+            yield model
     finally:
         for registry, entries in registries:
             registry.clear()
             registry.update(entries)
-        for generator, state in generators:
-            generator.set_state(state)
         for tensor, data, gradient, requires_grad in saved:
             tensor.grad = None
             tensor.data = data

@@ -1,27 +1,34 @@
-"""A model with everything that its optimizer step needs."""
+"""A model with everything that its optimizer step needs: its optimizers, built and checked, and its average.
+
+After every optimizer step ``a ← a + (1 - decay) · (w - a)`` (``torch.optim.swa_utils.get_ema_multi_avg_fn``).
+Averages are kept in float32 at least, because bf16 would lose an update of 0.001 on a weight of 1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import Configuration
 from autobatch.core.records import GradientDtype, Precision
 from autobatch.device.base import Meter
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout
-from autobatch.step.counts import CountsAhead
-from autobatch.step.ema import WeightAverage
-from autobatch.step.gradients import Gradients, Optimizers, parameters_of
-from autobatch.step.optimizers import build_optimizers
+from autobatch.step.gradients import Gradients, Optimizers, local_parts, parameters_of
+from autobatch.step.loss import CountsAhead
 from autobatch.step.restore import BufferSnapshot
-from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload
-from autobatch.workload.nested import feed
+from autobatch.workload.contract import Collated, LossFunction, WholeBatchLoss, Workload, kind_of
+from autobatch.workload.nested import map_tensors, tensors_of, to_device
+from autobatch.workload.user_code import user_code
 
 MicroBatches = Iterable[tuple[Collated, int]]
 """Micro-batches, each with its number of samples."""
@@ -46,6 +53,8 @@ class TrainState:
     gradients: Gradients
     buffers: BufferSnapshot
     """The buffers at the start of the current batch."""
+    meter: Meter = field(default_factory=Meter)
+    """Reads the memory of the steps, and is told of their phases."""
     counts: CountsAhead | None = None
     """Counts of the terms of the loss, which follow from the data alone; None if no term needs them."""
     average: WeightAverage | None = None
@@ -59,12 +68,38 @@ class TrainState:
         """Begin with a whole model."""
         self.run = lambda function, batch: function(self.model, batch)
 
-    def feed(self, fetched: MicroBatches, meter: Meter) -> MicroBatches:
-        """Move the micro-batches of a batch to the device, as often as the loss needs; see `nested.feed`."""
-        if self.counts is not None:
-            with meter.uncounted():
+    def feed(self, fetched: MicroBatches) -> MicroBatches:
+        """Move the micro-batches of a batch to the device, one at a time, and hold none of them there.
+
+        The meter counts each of them there, and nothing that is made on the host. For a `WholeBatchLoss` they
+        are kept on the host, for a second iteration.
+        """
+        meter, on_host, twice = self.meter, self.device.type == "cpu", isinstance(self.loss, WholeBatchLoss)
+        with meter.uncounted():
+            if self.counts is not None:
                 fetched = self.counts.ahead(fetched)
-        return feed(fetched, self.device, meter, twice=isinstance(self.loss, WholeBatchLoss))
+            if twice:
+                fetched = list(fetched)
+        if on_host and not twice and type(meter) is Meter:
+            # Nothing to move and nothing to count.
+            return fetched
+
+        def fetch(source: Iterator[tuple[Collated, int]]) -> tuple[Collated, int] | None:
+            with meter.uncounted():
+                return next(source, None)
+
+        def place(batch: Collated, size: int) -> tuple[Collated, int]:
+            with meter.uncounted():
+                # A second pass needs a copy of its own, even if the device is the host.
+                copies = on_host and twice
+                there = map_tensors(batch, Tensor.clone) if copies else to_device(batch, self.device)
+            meter.count(tensors_of(there))
+            return there, size
+
+        # No generator, whose frame would hold each micro-batch until the next one is there.
+        if twice:
+            return Passes(lambda: starmap(place, fetched))
+        return starmap(place, iter(partial(fetch, iter(fetched)), None))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -75,6 +110,17 @@ class TrainState:
                 yield
         finally:
             self.forget_gathered()
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Micro-batches that a function yields anew for each iteration over them."""
+
+    begin: Callable[[], Iterator[tuple[Collated, int]]]
+
+    def __iter__(self) -> Iterator[tuple[Collated, int]]:
+        """Begin a pass."""
+        return self.begin()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,33 +144,24 @@ def build_train_state(
     model: nn.Module,
     device: torch.device,
     settings: StepSettings,
+    meter: Meter,
     *,
     learning_rate: float | None = None,
 ) -> TrainState:
     """Build the optimizers, the loss scale and the weight average of a model that is on its device already.
 
-    Without a learning rate, it is the workload's own.
+    The meter counts its tensors from here on. Without a learning rate, it is the workload's own.
 
     Raises:
-        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that trains nothing in this
-            precision.
+        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that cannot train a batch in parts.
     """
     knobs, precision = settings.knobs, settings.precision
+    meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
     apply_layout(model, knobs)
     rate = workload.learning_rate if learning_rate is None else learning_rate
     optimizers = build_optimizers(workload, model, rate)
     apply_implementation(optimizers, knobs)
     parameters = list(parameters_of(optimizers))
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise InputError(
-            "Workload(optimizer=…) must train at least 1 parameter that requires a gradient, found 0 of "
-            f"{len(parameters):,}: build it from the parameters that it receives, and leave some unfrozen"
-        )
-    if precision == "fp16" and any(parameter.dtype == torch.float16 for parameter in parameters):
-        raise InputError(
-            "--precision fp16 needs fp32 parameters, found fp16: keep them in fp32, or choose --precision "
-            "fp32 to run them in their own type"
-        )
     return TrainState(
         model=model,
         loss=apply_forward(workload.loss, model, knobs),
@@ -138,6 +175,7 @@ def build_train_state(
         gradients=Gradients(model, optimizers, dtype=settings.gradient_dtype),
         # Both passes over a batch must see the same buffers.
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
+        meter=meter,
         average=None if settings.ema is None else WeightAverage(parameters, settings.ema),
     )
 
@@ -147,3 +185,125 @@ def precision_context(device: torch.device, precision: Precision) -> AbstractCon
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=AUTOCAST_DTYPES[precision])
+
+
+def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float) -> Optimizers:
+    """Build the optimizers of a model, ready to train.
+
+    Raises:
+        InputError: ``Workload(optimizer=…)`` returns no optimizer, one whose step runs the loss again, or one
+            with other weights for its evaluation.
+    """
+    with user_code("optimizer", workload.optimizer):
+        optimizers = _call(workload, model, learning_rate)
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InputError(
+                    "Workload(optimizer=…) must return a torch.optim.Optimizer or a list of them, found "
+                    f"{kind_of(optimizer)}"
+                )
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+            if needs_closure or hasattr(optimizer, "first_step"):  # as LBFGS, or as SAM
+                raise InputError(
+                    f"{type(optimizer).__name__} runs the loss of the whole batch again within its step, and "
+                    "a batch in micro-batches has no such loss: use an optimizer whose step() takes no "
+                    "closure, for example AdamW or Muon, or two autobatch.batches in your own loop "
+                    "(docs/loops.md)"
+                )
+            if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+                raise InputError(
+                    f"{type(optimizer).__name__} switches its weights by train() and eval(), which autobatch "
+                    "does not call: plan with the optimizer that it is made of, for example AdamW, and use "
+                    "autobatch.batches in your own loop (docs/loops.md)"
+                )
+    return optimizers
+
+
+def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    """Build the workload's optimizers for a stand-in parameter; none if they need the model's own."""
+    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1, device="cpu"))])
+    try:
+        made = _call(workload, stand_in, workload.learning_rate)
+    except Exception:
+        return []
+    return [built for built in made if isinstance(built, torch.optim.Optimizer)]
+
+
+def _call(workload: Workload, model: nn.Module, learning_rate: float) -> tuple[Any, ...]:
+    """Call the optimizer function with what the name of its first argument asks for.
+
+    That is the model, pairs of name and parameter, or the parameters for any other name.
+    """
+    try:
+        name = next(iter(inspect.signature(workload.optimizer).parameters), "")
+    except (TypeError, ValueError):  # a class or a built-in without a signature
+        name = ""
+    given: Any = model.parameters()
+    if name in ("model", "module"):
+        given = model
+    elif name in ("named_parameters", "named_params"):
+        given = model.named_parameters()
+    made = workload.optimizer(given, learning_rate)
+    return tuple(made) if isinstance(made, list | tuple) else (made,)
+
+
+class WeightAverage:
+    """The averages of trained parameters, each starting at its weight.
+
+    Buffers are not averaged: running statistics are averages already. A frozen parameter costs nothing; its
+    average starts at the first step that finds it unfrozen.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+        self.decay = decay
+        self._parameters = list(parameters)
+        self._averages: dict[nn.Parameter, Tensor] = {}
+        self._start_missing()
+
+    def _start_missing(self) -> None:
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter not in self._averages:
+                self._averages[parameter] = _wide_copy(parameter)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages towards the weights, without waiting for the device."""
+        self._start_missing()
+        move = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
+        averages, weights = local_parts([*self._averages.values()]), local_parts([*self._averages])
+        same = [pair for pair in zip(averages, weights, strict=True) if pair[0].dtype == pair[1].dtype]
+        if same:
+            move(*map(list, zip(*same, strict=True)), 0)
+        for average, weight in zip(averages, weights, strict=True):
+            if average.dtype != weight.dtype:
+                # One at a time: float32 copies of all weights together would raise the peak.
+                move([average], [weight.to(average.dtype)], 0)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Replace the values of the weights by the averages, rounded to their types, within the block."""
+        weights = local_parts([parameter.detach() for parameter in self._averages])
+        saved = [weight.clone() for weight in weights]
+        try:
+            for weight, average in zip(weights, local_parts([*self._averages.values()]), strict=True):
+                weight.copy_(average)
+            yield
+        finally:
+            for weight, value in zip(weights, saved, strict=True):
+                weight.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the decay and one average per parameter, None for a parameter frozen so far."""
+        return {"decay": self.decay, "averages": [self._averages.get(p) for p in self._parameters]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the averages by those that `state_dict` returned for the same parameters."""
+        pairs = zip(self._parameters, state["averages"], strict=True)
+        self._averages = {p: _wide_copy(p).copy_(saved) for p, saved in pairs if saved is not None}
+
+
+def _wide_copy(parameter: nn.Parameter) -> Tensor:
+    """Copy a parameter to float32 at least, in the same layout."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)

@@ -18,32 +18,17 @@ predicted and probed is what trains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Record
-from autobatch.step.counts import check_count
-from autobatch.step.gradients import differentiate, is_readable, norm_of
-from autobatch.step.loss import (
-    StepTotals,
-    begin_terms,
-    numbers_of_terms,
-    read_numbers,
-    weigh_loss,
-)
+from autobatch.step.gradients import differentiate, norm_of
+from autobatch.step.loss import StepTotals, add_loss, divisor_and_items, read_totals, weigh_loss
 from autobatch.step.train_state import MicroBatches, TrainState, precision_context
 from autobatch.step.whole_batch import accumulate_whole
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, user_code
-
-COUNT_TOLERANCE = 1e-5
-"""Relative difference of two sums of the same counts, which may be weights in float32."""
-Mark = Callable[[str], None]
-"""Called with each phase that begins: ``setup``, ``forward``, ``loss`` (of a batch), ``backward`` or
-``optimizer``."""
 
 
 class StepResult(Record, frozen=True, kw_only=True):
@@ -63,89 +48,56 @@ class StepResult(Record, frozen=True, kw_only=True):
     """Mean of each of several terms that counted anything; they add up to ``loss``."""
 
 
-def train_step(
-    train_state: TrainState,
-    micro_batches: MicroBatches,
-    samples: int,
-    *,
-    places: Sequence[Sequence[int]] | None = None,
-    mark: Mark = lambda _: None,
-) -> StepResult:
+def train_step(train_state: TrainState, micro_batches: MicroBatches, samples: int) -> StepResult:
     """Take one optimizer step over all micro-batches of a batch; see `accumulate` and `finish`."""
-    totals = accumulate(train_state, micro_batches, samples, mark, places=places)
-    return finish(train_state, totals, mark=mark)
+    return finish(train_state, accumulate(train_state, micro_batches, samples))
 
 
-def accumulate(
-    train_state: TrainState,
-    micro_batches: MicroBatches,
-    samples: int,
-    mark: Mark,
-    *,
-    places: Sequence[Sequence[int]] | None = None,
-) -> StepTotals:
+def accumulate(train_state: TrainState, micro_batches: MicroBatches, samples: int) -> StepTotals:
     """Run the micro-batches forward and backward, and accumulate their gradients.
 
     Args:
         train_state: the model and its optimizer.
         micro_batches: each micro-batch, on the device, with its number of samples. A `WholeBatchLoss`
-            iterates over them twice (`autobatch.workload.nested.Passes`).
+            iterates over them twice (`autobatch.step.train_state.Passes`).
         samples: samples of the whole batch, over all ranks.
-        mark: called with each phase.
-        places: see `accumulate_whole`.
     """
     totals = StepTotals(samples=samples)
     train_state.buffers.take()
     with train_state.gradients.summed_apart():
         if isinstance(train_state.loss, WholeBatchLoss):
-            accumulate_whole(train_state, totals, micro_batches, mark, places)
+            accumulate_whole(train_state, totals, micro_batches)
         else:
-            _accumulate_parts(train_state, totals, micro_batches, mark)
+            _accumulate_parts(train_state, totals, micro_batches)
     return totals
 
 
-def _accumulate_parts(
-    train_state: TrainState, totals: StepTotals, micro_batches: MicroBatches, mark: Mark
-) -> None:
+def _accumulate_parts(train_state: TrainState, totals: StepTotals, micro_batches: MicroBatches) -> None:
     """Run each micro-batch forward and backward, and add it to the totals."""
     context = precision_context(train_state.device, train_state.precision)
     part = "data"
     try:
         for batch, size in micro_batches:
             part = "loss"
-            mark("forward")
+            train_state.meter.mark("forward")
             # Entered anew for each: it holds the weights in 16 bits until it is left.
             with context:
                 loss = train_state.loss(train_state.model, batch)
-                value, weight = weigh_loss(train_state, totals, loss, size)
+                value, weight = weigh_loss(totals, loss, size, train_state.counts)
             # From here on the micro-batch lives only as far as autograd has saved it.
             del batch, loss
             part = "the backward pass of its loss"
-            mark("backward")
-            run_backward(train_state, totals, value, weight, size)
+            train_state.meter.mark("backward")
+            differentiate(train_state.scaler.scale(value), weight)
+            add_loss(totals, value, weight)
             part = "data"
             del value
-        if not totals.sizes:
-            begin_terms(train_state, totals, None)
     except Exception as error:
         mark_user_error(error, part, train_state.loss if part == "loss" else None)
         raise
 
 
-def run_backward(train_state: TrainState, totals: StepTotals, loss: Tensor, weight: float, size: int) -> None:
-    """Run the backward pass of a weighted loss, within `Gradients.summed_apart`, and add it to the totals."""
-    differentiate(train_state.scaler.scale(loss), weight)
-    # On the host if it may be read there at once.
-    if is_readable(loss):
-        totals.loss = totals.loss + loss.item() * weight
-    elif isinstance(totals.loss, Tensor):
-        totals.loss = totals.loss.add(loss.detach(), alpha=weight)
-    else:  # the first; each tensor more would take a block that stays until the step
-        totals.loss = loss.detach() * weight + totals.loss if totals.loss else loss.detach() * weight
-    totals.sizes.append(size)
-
-
-def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:
+def finish(train_state: TrainState, totals: StepTotals) -> StepResult:
     """Turn the accumulated gradients into one optimizer step, and free them.
 
     The order is: measure and check the norms, normalize and clip in one multiplication, unscale, step, update
@@ -161,27 +113,23 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         InputError: the loss does not depend on the trained parameters, the counts of its `Loss` do not sum to
             a finite number of at least 0, or a term counted other items while it trained than before.
     """
-    mark("optimizer")
+    train_state.meter.mark("optimizer")
     scaler, gradients = train_state.scaler, train_state.gradients.by_optimizer()
     has_gradient = [bool(own) for own in gradients]
     norms = [norm_of(own) if own and totals.norms is None else None for own in gradients]
-    loss, count, *read = read_numbers([totals.loss, totals.count, *norms, *numbers_of_terms(totals)])
-    values = read[: len(norms)] if totals.norms is None else totals.norms
-    terms = _means_of_terms(totals, read[len(norms) :])
-    items = float(totals.samples) if totals.count is None else count
-    if totals.terms and not terms:
-        items = 0.0
-    check_count(items, "the workload's loss")
+    own_norms = read_totals(totals, norms)
+    values = own_norms if totals.norms is None else totals.norms
+    divisor, items = divisor_and_items(totals)
     if items and not any(has_gradient):
         raise InputError(
             "the loss gives no gradient to any parameter that the optimizer trains: build the optimizer from "
-            "the parameters of this model, and compute the loss from its output, without detach() and "
-            "torch.no_grad()"
+            "the parameters of this model, of which some are not frozen, and compute the loss from its "
+            "output, without detach() and torch.no_grad()"
         )
     # Overflow after overflow halves a loss scale down to 0, and no gradient has a norm then.
     scale = (scaler.get_scale() if any(has_gradient) else 1.0) or math.nan
-    factor = totals.divisor / items if items else math.nan
-    loss *= factor
+    factor = divisor / items if items else math.nan
+    loss = factor * sum(float(term.loss) for term in totals.terms.values())
     # A loss scale skips the optimizers that overflowed; without one, all step or none.
     finite = tuple(math.isfinite(value / scale) for value in values)
     may_step = items > 0 and (scaler.is_enabled() or (all(finite) and math.isfinite(loss)))
@@ -208,30 +156,8 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         applied=any(steps),
         grad_norm=math.hypot(*values) * factor / scale,
         stepped=steps,
-        terms=terms,
+        terms={name: float(term.loss) for name, term in totals.terms.items() if name and term.divisor},
     )
-
-
-def _means_of_terms(totals: StepTotals, read: Sequence[float]) -> dict[str, float]:
-    """Return the mean of each of several terms that counted anything.
-
-    Args:
-        totals: of the batch.
-        read: `numbers_of_terms`, on the host.
-
-    Raises:
-        InputError: a term counted other items while it trained than before.
-    """
-    for (name, term), counted in zip(totals.terms.items(), read[1::2], strict=True):
-        if totals.is_counted_ahead and not abs(counted - term.items) <= COUNT_TOLERANCE * term.items:
-            raise InputError(
-                f"the term {name!r} of the loss counts {counted:.10g} items of a batch while it trains, and "
-                f"{term.items:.10g} were counted before, so no step was taken: counts=… must count what the "
-                "loss does"
-            )
-    return {
-        name: mean for (name, term), mean in zip(totals.terms.items(), read[::2], strict=True) if term.items
-    }
 
 
 def _take_steps(train_state: TrainState, has_gradient: list[bool]) -> None:

@@ -7,26 +7,22 @@ By the chain rule the result is the gradient of one pass over the whole batch, a
 forward pass (Gao et al. 2021, arXiv:2101.06983). The second pass sees the same random states per micro-batch
 and the same buffers. The first pass records its graph too and drops it, because operators and compilers
 behave differently without one. The second pass needs that memory anyway, and so both agree bit for bit.
-
-Micro-batches may take the samples in any order, for example sorted by size. Each row goes to the place of its
-sample in the batch, so that the loss sees the order in which the batch was drawn.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from autobatch.core.errors import InputError
 from autobatch.step.gradients import differentiate
-from autobatch.step.loss import StepTotals, at_least_32_bits
+from autobatch.step.loss import ONE, StepTotals, Term, at_least_32_bits
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.workload.contract import Collated, WholeBatchLoss, kind_of
-from autobatch.workload.nested import form_of, map_tensors, tensors_of
+from autobatch.workload.nested import map_tensors, tensors_of
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
 from autobatch.workload.user_code import user_code
 
@@ -37,87 +33,68 @@ class Rows:
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self.collated: Any = None
-        """All rows, in the form that ``represent`` returns; None before the first micro-batch."""
-        self._trained: list[bool] = []
+        """All rows, in the form that ``represent`` returns; None before the first micro-batch. They are
+        leaves, which require a gradient if they depend on trained parameters."""
         self._gradients: list[Tensor | None] = []
 
-    def put(self, places: Sequence[int], represented: Any) -> None:
-        """Copy the rows that ``represent`` returned for the samples at these places of the batch.
+    @torch.no_grad()
+    def put(self, place: slice, represented: Any) -> None:
+        """Copy the rows that ``represent`` returned for the samples at this place of the batch.
 
         Raises:
             InputError: there is not one row per sample, or the form differs from the micro-batch before.
         """
-        parts = _parts(represented, len(places))
+        is_nested = isinstance(represented, Tensor | tuple | list | dict)
+        parts, size = list(tensors_of(represented)) if is_nested else [], place.stop - place.start
+        if not parts or any(part.dim() == 0 or len(part) != size for part in parts):
+            found = _forms(parts) if parts else kind_of(represented)
+            raise InputError(
+                "WholeBatchLoss(represent=…) must return a tensor, or a tuple, list or dict of tensors, with "
+                f"one row per sample: for {size} samples, found {found}"
+            )
         if self.collated is None:
             self.collated = map_tensors(
                 represented, lambda part: part.new_empty((self._samples, *part.shape[1:]))
             )
-            self._trained = [False for _ in parts]
         wholes = list(tensors_of(self.collated))
         if [(w.shape[1:], w.dtype) for w in wholes] != [(part.shape[1:], part.dtype) for part in parts]:
             raise InputError(
                 "WholeBatchLoss(represent=…) must return rows of one form for all micro-batches, found "
                 f"{_forms(wholes)}, then {_forms(parts)}: pad them to one form"
             )
-        self._trained = [was or part.requires_grad for was, part in zip(self._trained, parts, strict=True)]
         for whole, part in zip(wholes, parts, strict=True):
-            whole[_index(places, whole)] = part.detach()
+            whole[place] = part
+            whole.requires_grad_(whole.requires_grad or part.requires_grad)
 
+    @torch.no_grad()
     def repeat(self, known: int) -> None:
         """Repeat the ``known`` rows to the end, for an attempt with fewer micro-batches than its batch."""
         while 0 < known < self._samples:
             more = min(known, self._samples - known)
             for whole in tensors_of(self.collated):
-                whole[known : known + more].copy_(whole[:more])
+                whole[known : known + more] = whole[:more]
             known += more
-
-    def leaves(self) -> Any:
-        """Return all rows as leaves that require a gradient if they depend on trained parameters."""
-        for whole, is_trained in zip(tensors_of(self.collated), self._trained, strict=True):
-            whole.requires_grad_(is_trained)
-        return self.collated
 
     def keep_gradients(self) -> None:
         """Keep the gradients of the rows, and free the rows."""
         self._gradients = [whole.grad for whole in tensors_of(self.collated)]
         self.collated = None
 
-    def run_backward(self, places: Sequence[int], represented: Any) -> None:
+    def run_backward(self, place: slice, represented: Any) -> None:
         """Run the backward pass of a micro-batch from its recomputed rows."""
         pairs = [
-            (part, gradient[_index(places, gradient)])
-            for part, gradient in zip(_parts(represented, len(places)), self._gradients, strict=True)
+            (part, gradient[place])
+            for part, gradient in zip(tensors_of(represented), self._gradients, strict=True)
             if part.requires_grad and gradient is not None
         ]
         if pairs:
             torch.autograd.backward([part for part, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _index(places: Sequence[int], like: Tensor) -> slice | Tensor:
-    """Return what selects the rows at some places: a slice if they are contiguous, which copies nothing."""
-    if isinstance(places, range):
-        return slice(places.start, places.stop)
-    return torch.tensor(places, device=like.device)
-
-
-def _parts(represented: Any, size: int) -> list[Tensor]:
-    """Return the tensors that ``represent`` returned, after a check that each has one row per sample."""
-    parts = list(tensors_of(represented)) if isinstance(represented, Tensor | tuple | list | dict) else []
-    if not parts or any(part.dim() == 0 or len(part) != size for part in parts):
-        raise InputError(
-            "WholeBatchLoss(represent=…) must return a tensor, or a tuple, list or dict of tensors, with one "
-            f"row per sample: for {size} samples, found {_forms(parts) if parts else kind_of(represented)}"
-        )
-    return parts
-
-
 def _forms(tensors: Iterable[Tensor]) -> str:
     return ", ".join(
         f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors
     )
-
-
-T = TypeVar("T")
 
 
 def batch_samples(target: int | None, micro_batch: int, count: int) -> int:
@@ -129,11 +106,7 @@ def batch_samples(target: int | None, micro_batch: int, count: int) -> int:
 
 
 def accumulate_whole(
-    train_state: TrainState,
-    totals: StepTotals,
-    micro_batches: Iterable[tuple[Collated, int]],
-    mark: Callable[[str], None],
-    places: Sequence[Sequence[int]] | None,
+    train_state: TrainState, totals: StepTotals, micro_batches: Iterable[tuple[Collated, int]]
 ) -> None:
     """Add the gradient of the loss of a batch to the trained parameters, and the loss to its totals.
 
@@ -141,16 +114,14 @@ def accumulate_whole(
         train_state: the model and its `WholeBatchLoss`.
         totals: of the batch. One micro-batch of its size needs one pass. If all micro-batches together are
             fewer (in an attempt), rows are repeated, so that the loss sees that many.
-        micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Passes`).
-        mark: called with each phase.
-        places: place in the batch of each sample of each micro-batch; None for samples in order.
+        micro_batches: each micro-batch with its number of samples, for two iterations (`Passes`).
 
     Raises:
         InputError: a part of the loss returns something invalid.
     """
-    model, samples = train_state.model, totals.samples
+    model, samples, mark = train_state.model, totals.samples, train_state.meter.mark
     loss = cast(WholeBatchLoss, train_state.loss)
-    rows, states, used = Rows(samples), deque[RandomState](), deque[Sequence[int]]()
+    rows, states, places = Rows(samples), list[RandomState](), list[slice]()
     known = 0
     totals.sizes.append(samples)
 
@@ -161,22 +132,16 @@ def accumulate_whole(
     def backward(value: Any) -> None:
         """Run the backward pass of the loss."""
         if not isinstance(value, Tensor) or value.dim() != 0:
-            raise InputError(f"WholeBatchLoss(loss=…) must return a 0-d tensor, found {form_of(value)}")
+            raise InputError(f"WholeBatchLoss(loss=…) must return a 0-d tensor, found {kind_of(value)}")
         wide = at_least_32_bits(value)
         with user_code("the backward pass of its loss"):
             differentiate(train_state.scaler.scale(wide), 1.0)
-        totals.loss = wide.detach()
-
-    def keep(micro_batch: T) -> T:
-        states.append(capture_random_state(states[-1] if states else None))
-        return micro_batch
-
-    def rewind(micro_batch: T) -> T:
-        restore_random_state(states.popleft())
-        return micro_batch
+        count = float(samples)
+        totals.terms = {ONE: Term(is_mean=True, divisor=count, count=count, loss=wide.detach())}
 
     # No enumerate and no zip, which hold a micro-batch until the next one is there.
-    for batch, size in map(keep, micro_batches):
+    for batch, size in micro_batches:
+        states.append(capture_random_state(states[-1] if states else None))
         mark("forward")
         if size >= samples:
             value = forward(loss, batch)
@@ -186,24 +151,25 @@ def accumulate_whole(
             return
         # An attempt may exceed its batch.
         start = min(known, samples - size)
-        used.append(range(start, start + size) if places is None else places[len(used)])
-        rows.put(used[-1], forward(loss.represent, batch))
+        places.append(slice(start, start + size))
+        rows.put(places[-1], forward(loss.represent, batch))
         known += size
         # Free this micro-batch first: this frame lives while the next one is placed.
         del batch
     rows.repeat(known)
     mark("loss")
-    backward(forward(loss.loss, rows.leaves()))
+    backward(forward(loss.loss, rows.collated))
     rows.keep_gradients()
     after = capture_random_state()
     train_state.buffers.restore(keep=True)
-    for batch, _ in map(rewind, micro_batches):
+    for batch, _ in micro_batches:
+        restore_random_state(states.pop(0))
         mark("forward")
         represented = forward(loss.represent, batch)
         # From here on the micro-batch lives only as far as autograd has saved it.
         del batch
         mark("backward")
         with user_code("the backward pass of its loss"):
-            rows.run_backward(used.popleft(), represented)
+            rows.run_backward(places.pop(0), represented)
         del represented
     restore_random_state(after)

@@ -24,7 +24,7 @@ import torch
 from autobatch.core.errors import DoesNotFitError, InputError, NonFiniteError, RestartSmallerError
 from autobatch.core.records import StepRecord
 from autobatch.core.units import format_bytes
-from autobatch.device.base import Device, Meter
+from autobatch.device.base import Device
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.distributed.engine import DroppedError, OutOfMemory, Whole
 from autobatch.step.gradients import Optimizers
@@ -33,9 +33,8 @@ from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.feed import Feed
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, MicroBatchIds, Split
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
-from autobatch.workload.split import MicroBatchIds, Split
 from autobatch.workload.streams import StreamSampler
 from autobatch.workload.user_code import user_code
 
@@ -65,7 +64,6 @@ class Loop:
     train_state: TrainState
     sampler: GlobalBatchSampler
     device: Device
-    meter: Meter
     micro_batch: int
     """The largest micro-batch to run; shrinks after an out-of-memory error."""
     split: Split
@@ -118,7 +116,7 @@ class Loop:
             result, parts, recovered = trained
             self._check(batch, result)
             self._advance(batch, result)
-            memory = self.meter.stats()
+            memory = self.train_state.meter.stats()
             if self.batches_seen == early and memory.allocated_bytes:
                 self.held_early = f"{format_bytes(memory.allocated_bytes)} after step {early}"
             seconds = self.clock() - start
@@ -156,7 +154,7 @@ class Loop:
             try:
                 outcome = self.engine.combine(self.train_state, outcome)
                 if isinstance(outcome, StepTotals):
-                    result = finish(self.train_state, outcome, mark=self.meter.mark)
+                    result = finish(self.train_state, outcome)
                     return result, parts, recovered
             except Exception as error:
                 outcome = self._out_of_memory(error, parts)
@@ -186,12 +184,10 @@ class Loop:
             return accumulate(
                 self.train_state,
                 self.engine.padded(
-                    self.train_state.feed(self._fetch(batch, parts), self.meter),
+                    self.train_state.feed(self._fetch(batch, parts)),
                     lambda: self.split.rounds(batch, self.micro_batch) - len(parts),
                 ),
                 len(batch.ids),
-                self.meter.mark,
-                places=[part.places for part in parts],
             )
         except DroppedError:
             failure = OutOfMemory("")
@@ -260,7 +256,7 @@ class Loop:
         self.micro_batch = min(self.micro_batch, oom.smaller)
         if can_shrink and not why:
             return
-        message, held = oom.message.rstrip("."), self.meter.stats().allocated_bytes
+        message, held = oom.message.rstrip("."), self.train_state.meter.stats().allocated_bytes
         if self.held_early and held:
             message += f"; held between steps: {self.held_early}, {format_bytes(held)} now"
         line = f"out of memory in step {batch.index + 1} at a micro-batch of {oom.size}{why}: {message}"

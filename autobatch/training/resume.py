@@ -32,7 +32,7 @@ from autobatch.step.gradients import is_sharded
 from autobatch.training.checkpoint import SHARDED, Loaded
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import schedule_arguments
-from autobatch.workload.data_digest import digest_of
+from autobatch.workload.data import digest_of
 from autobatch.workload.nested import map_leaves
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler
 from autobatch.workload.rng import (

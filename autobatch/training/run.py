@@ -58,9 +58,8 @@ from autobatch.workload.contract import Collated, Workload, kind_of, schedule_ar
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import Feed
 from autobatch.workload.nested import to_device
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import GlobalBatchSampler, split_of
 from autobatch.workload.rng import mix_seed, preserved_random_state, seed_everything
-from autobatch.workload.split import split_of
 from autobatch.workload.user_code import user_code
 
 
@@ -413,7 +412,6 @@ def open_loop(
             train_state=train_state,
             sampler=sampler,
             device=device,
-            meter=meter,
             micro_batch=plan.largest_micro_batch,
             split=split,
             engine=engine,
@@ -435,9 +433,10 @@ def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> t
         model, shared = shard_over(ranks, setup.model, plan.precision, device)
     else:
         model, shared = setup.model.to(device), None
-    meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
     settings = replace(setup, precision=plan.precision, knobs=plan.knobs)
-    train_state = build_train_state(setup.workload, model, device, settings, learning_rate=plan.learning_rate)
+    train_state = build_train_state(
+        setup.workload, model, device, settings, meter, learning_rate=plan.learning_rate
+    )
     if shared is None:
         ranks.send([*model.parameters(), *model.buffers()])
         return train_state, Whole(ranks, train_state)

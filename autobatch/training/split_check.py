@@ -33,11 +33,11 @@ from autobatch.rehearsal.rehearsal import on_copies
 from autobatch.rehearsal.setup import Setup
 from autobatch.report.facts import plural
 from autobatch.step.gradients import LOW_PRECISION
+from autobatch.step.loss import divisor_and_items, read_totals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_step import accumulate
 from autobatch.workload.contract import Collated, WholeBatchLoss
-from autobatch.workload.data import collate_samples, elements, fetch, shallow_copies
-from autobatch.workload.data_digest import digest_of
+from autobatch.workload.data import collate_samples, digest_of, elements, fetch, shallow_copies
 from autobatch.workload.nested import cut, map_tensors
 from autobatch.workload.order import GlobalBatchSampler, epoch_of, permutation
 from autobatch.workload.rng import preserved_random_state, seed_everything
@@ -222,16 +222,17 @@ def _open_passes(setup: Setup, dtype: torch.dtype | None, *, is_eval: bool) -> I
         def run(*parts: tuple[Collated, int], seed: int = 1) -> Tensor:
             seed_everything(seed)
             samples = sum(size for _, size in parts)
-            fed = train_state.feed(((copied(batch), size) for batch, size in parts), meter)
+            fed = train_state.feed(((copied(batch), size) for batch, size in parts))
             try:
-                totals = accumulate(train_state, fed, samples, lambda _: None)
+                totals = accumulate(train_state, fed, samples)
                 # Moved and converted at once: a model may have thousands of parameters.
                 gradient = torch.cat([_elements(*pair) for pair in train_state.gradients.by_parameter()])
             finally:
                 train_state.gradients.clear()
                 train_state.buffers.restore()
-            items = float(samples if totals.count is None else totals.count)
-            return gradient.to("cpu", torch.float64) * (totals.divisor / (items or 1.0))
+            read_totals(totals)
+            divisor, items = divisor_and_items(totals)
+            return gradient.to("cpu", torch.float64) * (divisor / (items or 1.0))
 
         yield run
 

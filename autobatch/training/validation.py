@@ -167,7 +167,7 @@ def _eval_mode(train_state: TrainState) -> Iterator[None]:
 
 def _sums_of(loop: Loop, ids: range) -> Sums | str:
     """Return total and count of each metric of a micro-batch, or the message of an out-of-memory error."""
-    workload, train_state, meter = loop.workload, loop.train_state, loop.meter
+    workload, train_state, meter = loop.workload, loop.train_state, loop.train_state.meter
     sums: Sums = {}
     try:
         with torch.no_grad():

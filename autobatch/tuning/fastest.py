@@ -45,7 +45,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup
 from autobatch.report.facts import knobs_in_words
-from autobatch.step.optimizers import stand_in_optimizers
+from autobatch.step.train_state import stand_in_optimizers
 from autobatch.tuning.study import open_study, run_trials, tried
 from autobatch.tuning.trial import Trials, compare
 from autobatch.workload.nested import tensors_of

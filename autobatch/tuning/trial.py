@@ -31,9 +31,8 @@ from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Workload
 from autobatch.workload.feed import AHEAD, Feed
-from autobatch.workload.order import GlobalBatchSampler, epoch_of
+from autobatch.workload.order import GlobalBatchSampler, Split, epoch_of
 from autobatch.workload.rng import seed_everything
-from autobatch.workload.split import Split
 
 ROUNDS = 9
 SPARED = 1

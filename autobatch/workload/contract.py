@@ -270,9 +270,11 @@ def is_model(value: object) -> bool:
 
 
 def kind_of(value: object) -> str:
-    """Describe the type of a value for a message, for example ``a list``."""
+    """Describe a value for a message: ``a list``, or ``a tensor of shape (3,)``."""
     if value is None:
         return "nothing (None)"
+    if _is_instance(value, "torch", "Tensor"):
+        return f"a tensor of shape {tuple(value.shape)}"  # type: ignore[attr-defined]
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 

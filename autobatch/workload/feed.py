@@ -37,9 +37,8 @@ from autobatch.core.signals import STOPPING, end_with_parent, hold_back_signals
 from autobatch.device.oom import Verdict, classify
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import collate_samples, fetch
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, MicroBatchIds, SizeSplit, Split
 from autobatch.workload.rng import preserved_random_state, seed_cpu
-from autobatch.workload.split import MicroBatchIds, SizeSplit, Split
 from autobatch.workload.streams import StreamSampler, unchanged
 from autobatch.workload.user_code import to_picklable, user_code
 

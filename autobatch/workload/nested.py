@@ -8,17 +8,13 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
-from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.core.errors import InputError
-from autobatch.device.base import Meter
 from autobatch.workload.contract import Collated, kind_of
 
 PLAIN = (str, bytes, int, float, complex, type(None))
@@ -34,7 +30,7 @@ def to_device(batch: Collated, device: torch.device) -> Collated:
     if device.type == "cpu":
         return batch
     if not callable(getattr(batch, "to", None)):
-        return rebuilt(batch, [to_device(child, device) for child in children_of(batch)])
+        return _rebuilt(batch, [to_device(child, device) for child in children_of(batch)])
     if device.type == "cuda":
         pins_itself = not isinstance(batch, Tensor) and callable(getattr(batch, "pin_memory", None))
         # As transformers' BatchEncoding, which cannot pin itself.
@@ -64,10 +60,19 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def map_tensors(batch: Collated, change: Callable[[Tensor], Tensor]) -> Collated:
-    """Return the same containers with every tensor changed; keep all other values."""
+    """Return the same containers and objects with every tensor changed; keep all other values."""
     if isinstance(batch, Tensor):
         return change(batch)
-    return rebuilt(batch, [map_tensors(child, change) for child in children_of(batch)])
+    if isinstance(batch, Mapping | list | tuple):
+        return _rebuilt(batch, [map_tensors(child, change) for child in children_of(batch)])
+    if isinstance(batch, nn.Module) or not any(True for _ in tensors_of(batch)):
+        return batch
+    changed = copy.copy(batch)
+    # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.
+    for name, value in list(vars(changed).items()):
+        if isinstance(value, Tensor | Mapping | list | tuple):
+            vars(changed)[name] = map_tensors(value, change)
+    return changed
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
@@ -109,17 +114,14 @@ def children_of(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def form_of(value: object) -> str:
-    """Describe a value for a message if a 0-d tensor was expected: ``a tensor of shape (3,)``."""
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
-
-
-def rebuilt(value: Any, children: list[Any]) -> Any:
+def _rebuilt(value: Any, children: list[Any]) -> Any:
     """Return the same container with other children; a plain value is returned unchanged."""
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)
         changed.update(zip(value, children, strict=True))
         return changed
+    if isinstance(value, Mapping):
+        return dict(zip(value, children, strict=True))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*children)
     return type(value)(children) if isinstance(value, list | tuple) else value
@@ -136,66 +138,10 @@ def cut(value: Any, part: slice, samples: int) -> Any:
         if len(value) == samples:
             return value[part]
     elif isinstance(value, Mapping | list | tuple) and not isinstance(value, PackedSequence):
-        return rebuilt(value, [cut(child, part, samples) for child in children_of(value)])
+        return _rebuilt(value, [cut(child, part, samples) for child in children_of(value)])
     elif isinstance(value, PLAIN):
         return value
-    raise InputError(f"{form_of(value)} cannot be cut into {samples} samples")
-
-
-# On their way to the device
-
-
-def feed(
-    fetched: Iterable[tuple[Collated, int]], device: torch.device, meter: Meter, *, twice: bool = False
-) -> Iterable[tuple[Collated, int]]:
-    """Move micro-batches to the device, one at a time, and hold none of them there.
-
-    Args:
-        fetched: each micro-batch on the host, with its number of samples.
-        device: to move them to.
-        meter: counts each micro-batch on the device, and nothing that is made on the host.
-        twice: keep them on the host, for a second iteration.
-    """
-    on_host = device.type == "cpu"
-    if on_host and not twice and type(meter) is Meter:
-        # Nothing to move and nothing to count.
-        return fetched
-
-    def fetch(source: Iterator[tuple[Collated, int]]) -> tuple[Collated, int] | None:
-        with meter.uncounted():
-            return next(source, None)
-
-    def place(batch: Collated, size: int) -> tuple[Collated, int]:
-        with meter.uncounted():
-            # A second pass needs a copy of its own, even if the device is the host.
-            there = map_tensors(batch, Tensor.clone) if on_host and twice else to_device(batch, device)
-        meter.count(tensors_of(there))
-        return there, size
-
-    source = iter(partial(fetch, iter(fetched)), None)
-    if not twice:
-        # No generator, whose frame would hold each micro-batch until the next one is there.
-        return starmap(place, source)
-    kept: list[tuple[Collated, int]] = []
-
-    def begin() -> Iterator[tuple[Collated, int]]:
-        yield from starmap(place, kept[:])
-        for batch, size in source:
-            kept.append((batch, size))
-            yield place(batch, size)
-
-    return Passes(begin)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Micro-batches that a function yields anew for each iteration over them."""
-
-    begin: Callable[[], Iterator[tuple[Collated, int]]]
-
-    def __iter__(self) -> Iterator[tuple[Collated, int]]:
-        """Begin a pass."""
-        return self.begin()
+    raise InputError(f"{kind_of(value)} cannot be cut into {samples} samples")
 
 
 def held(placed: Iterable[tuple[Collated, int]]) -> Iterator[tuple[Collated, int]]:

@@ -123,14 +123,14 @@ def seed_cpu(*numbers: int) -> None:
 
 
 @contextmanager
-def preserved_generators(owner: object, seed: int | None = None) -> Iterator[None]:
-    """Restore at the end of the block torch's generators that an object and the objects within it hold.
+def preserved_generators(*owners: object, seed: int | None = None) -> Iterator[None]:
+    """Restore at the end of the block torch's generators that objects and the objects within them hold.
 
     Args:
-        owner: the object.
+        owners: the objects.
         seed: to seed them with within the block; None to leave them as they are.
     """
-    held = [(generator, generator.get_state()) for generator in _generators_within(owner)]
+    held = [(generator, generator.get_state()) for owner in owners for generator in _generators_within(owner)]
     try:
         if seed is not None:
             for generator, _ in held:

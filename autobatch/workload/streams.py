@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.workload.contract import Workload, is_stream, kind_of
-from autobatch.workload.data_digest import digest_of
+from autobatch.workload.data import digest_of
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of
 from autobatch.workload.rng import (
     RandomState,

@@ -24,7 +24,6 @@ from autobatch.rehearsal.rehearsal import on_copies
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.nested import feed
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.step_workloads import WORKLOADS
@@ -50,12 +49,10 @@ class Patient:
         return work
 
 
-def take_steps(
-    train_state: TrainState, steps: tuple[int, ...], batch_of: Any, meter: StorageTracker
-) -> float:
+def take_steps(train_state: TrainState, steps: tuple[int, ...], batch_of: Any) -> float:
     for count in steps:
         batches = ((batch_of(MICRO_BATCH), MICRO_BATCH) for _ in range(count))
-        result = train_step(train_state, feed(batches, CPU, meter), count * MICRO_BATCH, mark=meter.mark)
+        result = train_step(train_state, train_state.feed(batches), count * MICRO_BATCH)
     return result.loss
 
 
@@ -77,10 +74,9 @@ def real(precision: Any) -> tuple[int, int]:
     meter = StorageTracker(Allocator())
     with meter:
         meter.mark("setup")
-        meter.count([*model.parameters(), *model.buffers()])
-        train_state = build_train_state(workload, model, CPU, StepSettings(precision=precision))
+        train_state = build_train_state(workload, model, CPU, StepSettings(precision=precision), meter)
         sharded.attach(train_state)
-        take_steps(train_state, STEPS, batch_of, meter)
+        take_steps(train_state, STEPS, batch_of)
         found = peak_of(meter.trace())
     with pytest.raises(InputError, match="this process has a process group already"), fake_ranks(64):
         pass
@@ -109,7 +105,7 @@ def alone(precision: Any) -> tuple[list[int], float]:
     for steps in (STEPS, (1, 5)):
         meter = StorageTracker(Allocator())
         with meter, on_copies(setup, meter) as train_state:
-            loss = take_steps(train_state, steps, setup.worst_case.batch, meter)
+            loss = take_steps(train_state, steps, setup.worst_case.batch)
         peaks.append(peak_of(meter.trace())[0])
     return peaks, loss
 

@@ -17,7 +17,7 @@ from tests.support.detection import Detector, detection, scenes
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import sharded_loop
-from tests.support.training import TOKENS, apart, make_loop, make_workload, points
+from tests.support.training import TOKENS, apart, averages, make_loop, make_workload, points
 
 pytestmark = pytest.mark.distributed
 
@@ -61,7 +61,7 @@ def run(loop: Loop) -> tuple[torch.Tensor, torch.Tensor, list[list[float | None]
     """Train, and return the weights, their averages, and the figures of each step."""
     figures = [[one.loss, one.grad_norm, one.count] for one in loop.run()]
     state = loop.train_state
-    return whole(state.model.parameters()), whole(state.average.tensors()), figures
+    return whole(state.model.parameters()), whole(averages(state.average)), figures
 
 
 def train(kind: str, limits: list[int], options: dict[str, Any]) -> Any:
@@ -90,9 +90,9 @@ def test_steps_are_those_of_whole_batches(
 ) -> None:
     options = {**OPTIONS, **changes}
     expected = run(make_loop(KINDS[kind](), micro_batch=14, **{**options, "knobs": {}}))
-    for weights, averages, figures in server.values(train, kind, limits, options, world=len(limits)):
+    for weights, averaged, figures in server.values(train, kind, limits, options, world=len(limits)):
         assert apart(weights, expected[0]) < 1e-12
-        assert apart(averages, expected[1]) < 1e-12
+        assert apart(averaged, expected[1]) < 1e-12
         for of_step, other in zip(figures, expected[2], strict=True):
             assert of_step == pytest.approx(other, rel=1e-12)
 

@@ -9,7 +9,7 @@ import pytest
 
 import autobatch
 from autobatch import InputError
-from autobatch.workload.reference import check_reference
+from autobatch.workload.user_code import check_reference
 from tests.support.configs import CONFIGS, config_folder
 
 pytest.importorskip("transformers")

@@ -51,9 +51,9 @@ def test_no_value_leaves_the_device_during_accumulation(loss, precision) -> None
     state, batches = step_on(torch.device("cpu"), loss, precision)
     for _ in range(3):
         with Reads() as reads:
-            accumulator = accumulate(state, batches, 12, lambda _: None)
+            accumulator = accumulate(state, batches, 12)
         assert reads.count == 0
-        assert finish(state, accumulator, mark=lambda _: None).count == 12
+        assert finish(state, accumulator).count == 12
 
 
 @pytest.mark.gpu
@@ -62,12 +62,12 @@ def test_no_value_leaves_the_device_during_accumulation(loss, precision) -> None
 @PRECISIONS
 def test_torch_sees_no_synchronisation_on_a_gpu(loss, precision) -> None:
     state, batches = step_on(torch.device("cuda", 0), loss, precision)
-    finish(state, accumulate(state, batches, 12, lambda _: None), mark=lambda _: None)
+    finish(state, accumulate(state, batches, 12))
     # The first switch warns that the mode is a prototype, after it was set (torch/csrc/cuda/Module.cpp).
     with warnings.catch_warnings(action="ignore"):
         torch.cuda.set_sync_debug_mode("error")
     try:
-        accumulator = accumulate(state, batches, 12, lambda _: None)
+        accumulator = accumulate(state, batches, 12)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert finish(state, accumulator, mark=lambda _: None).count == 12
+    assert finish(state, accumulator).count == 12

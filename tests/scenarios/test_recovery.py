@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autobatch import DoesNotFitError, RestartSmallerError
 from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
-from autobatch.workload.split import Split
+from autobatch.workload.order import Split
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
 from tests.support.kinds import run_of, stateful
 from tests.support.training import (

@@ -15,6 +15,7 @@ from tests.support.training import (
     Rows,
     amsgrad,
     apart,
+    averages,
     make_loop,
     make_workload,
     mean_loss,
@@ -83,7 +84,7 @@ def test_a_skipped_step_changes_nothing_but_the_counters(kind: str) -> None:
     def state() -> list[torch.Tensor]:
         of_optimizer = train_state.optimizers[0].state.values()
         moments = [one[name].double().sum() for one in of_optimizer for name in one]
-        return [weights(train_state.model), *train_state.average.tensors(), *moments]
+        return [weights(train_state.model), *averages(train_state.average), *moments]
 
     before, schedule = [tensor.clone() for tensor in state()], loop.schedules[0].state_dict()
     scale = train_state.scaler.get_scale()

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import autobatch
 from tests.support.runs import open_loop, rows, settings, train
-from tests.support.training import fingerprint, make_workload, points
+from tests.support.training import averages, fingerprint, make_workload, points
 
 
 def drawing(model, batch):
@@ -45,7 +45,7 @@ def test_averaged_weights_are_validated_and_exported_and_no_bit_of_the_training_
     for name, value in loop.train_state.model.state_dict().items():
         assert torch.equal(stored[name], value)
         assert torch.equal(averaged[name], value) == (name not in names), "buffers are not averaged"
-    for name, average in zip(names, loop.train_state.average.tensors(), strict=True):
+    for name, average in zip(names, averages(loop.train_state.average), strict=True):
         assert torch.equal(averaged[name], average)
     assert not (tmp_path / "plain" / "model-ema.safetensors").exists()
 

@@ -18,11 +18,9 @@ from autobatch.rehearsal.setup import Setup
 from autobatch.search import plan_split
 from autobatch.search.plan_split import choose_split
 from autobatch.training.split_check import examine
-from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.split import SizeSplit, Split
+from autobatch.workload.order import GlobalBatchSampler, SizeSplit, Split
 from tests.support.probes import probe_of
 from tests.support.ragged import (
-    CONTRASTIVE,
     Sequences,
     padded_and_real,
     ragged_workload,
@@ -30,6 +28,7 @@ from tests.support.ragged import (
     wide_model,
 )
 from tests.support.training import (
+    INFO_NCE,
     fingerprint,
     language_model,
     make_loop,
@@ -94,9 +93,8 @@ def test_a_split_by_size_that_would_change_results_is_not_made(name: str) -> Non
         chosen(setup, split="size")
 
 
-@pytest.mark.parametrize("loss", [CONTRASTIVE, random_loss])
-def test_a_loss_that_ignores_the_padding_may_be_split_and_one_that_draws_has_the_doubt(loss) -> None:
-    assert chosen(make_setup(ragged_workload(loss=loss)))[0].size_cut is not None
+def test_a_loss_that_draws_has_the_doubt() -> None:
+    assert chosen(make_setup(ragged_workload(loss=random_loss)))[0].size_cut is not None
 
 
 @pytest.mark.parametrize(
@@ -104,6 +102,7 @@ def test_a_loss_that_ignores_the_padding_may_be_split_and_one_that_draws_has_the
     [
         ({"train_data": tokens(), "collate": None, "size_of": None}, None),
         ({"loss": lambda model, batch: 1 / 0}, "ZeroDivisionError"),
+        ({"loss": INFO_NCE}, "WholeBatchLoss"),
     ],
 )
 def test_what_gains_nothing_or_raises_is_split_by_count_with_a_note(changes, words) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.step.ema import WeightAverage
-from tests.support.training import network, weights
+from autobatch.step.train_state import WeightAverage
+from tests.support.training import averages, network, weights
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -25,7 +25,7 @@ def test_steps_too_small_for_16_bits_are_not_lost(dtype: torch.dtype) -> None:
     parameter.data.fill_(2.0)
     for _ in range(100):
         average.update()
-    (found,) = average.tensors()
+    (found,) = averages(average)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     assert found.tolist() == pytest.approx([2.0 - 0.999**100] * 3, rel=1e-5)
 
@@ -33,15 +33,15 @@ def test_steps_too_small_for_16_bits_are_not_lost(dtype: torch.dtype) -> None:
 def test_a_parameter_unfrozen_later_is_averaged_from_then_on() -> None:
     frozen, free = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.zeros(2))
     average = WeightAverage([frozen, free], 0.5)
-    assert len(average.tensors()) == 1, "a frozen parameter costs nothing"
+    assert len(averages(average)) == 1, "a frozen parameter costs nothing"
     frozen.requires_grad_()
     for value in (3.0, 5.0):
         frozen.data.fill_(value)
         average.update()
-    assert average.tensors()[0].tolist() == [4.0, 4.0]
+    assert averages(average)[0].tolist() == [4.0, 4.0]
     other = WeightAverage([nn.Parameter(torch.ones(2), requires_grad=False), free], 0.5)
     other.load_state_dict(average.state_dict())
-    assert [tensor.tolist() for tensor in other.tensors()] == [[4.0, 4.0], [0.0, 0.0]]
+    assert [tensor.tolist() for tensor in averages(other)] == [[4.0, 4.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -51,10 +51,10 @@ def test_the_averages_replace_the_weights_for_a_while(dtype: torch.dtype) -> Non
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter))
     average.update()
-    before, kept = weights(model), flat(average.tensors())
+    before, kept = weights(model), flat(averages(average))
     with suppress(KeyError), average.swapped_in():
-        assert torch.equal(weights(model), flat(tensor.to(dtype) for tensor in average.tensors()))
+        assert torch.equal(weights(model), flat(tensor.to(dtype) for tensor in averages(average)))
         assert not torch.equal(weights(model), before)
         raise KeyError
     assert torch.equal(weights(model), before)
-    assert torch.equal(flat(average.tensors()), kept)
+    assert torch.equal(flat(averages(average)), kept)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from autobatch import WholeBatchLoss
-from autobatch.device.base import Meter
 from autobatch.step.train_step import accumulate
 from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, step_of
 from tests.support.training import Rows, make_workload, reference, train_state_of, whole_tokens
@@ -46,7 +45,7 @@ def test_16_bit_gradients_are_summed_in_float32_unless_asked(
         optimizer=lambda params, lr: torch.optim.SGD(params, lr=1.0),
     )
     train_state = train_state_of(workload, **options)
-    accumulate(train_state, train_state.feed(iter(split(workload, [1])), Meter()), 1, lambda _: None)
+    accumulate(train_state, train_state.feed(iter(split(workload, [1]))), 1)
     train_state.gradients.clear()  # as if memory had run out
     result = step_of(train_state, workload, [1] * 1024)
     assert torch.equal(train_state.model.weight, torch.full((300,), -expected, dtype=dtype))

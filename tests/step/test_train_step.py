@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from autobatch import InputError, Loss
-from autobatch.device.base import Meter
 from autobatch.rehearsal.rehearsal import attempt
 from autobatch.step.train_step import train_step
 from tests.support.faults import Fault
@@ -65,7 +64,7 @@ def test_a_micro_batch_of_no_samples_adds_nothing(kind: str) -> None:
     workload = make_workload(**fields)
     expected, losses = reference(workload, [range(SAMPLES)], whole)
     train_state = train_state_of(workload)
-    fed = [*train_state.feed(iter(split(workload, [20, 4])), Meter())]
+    fed = [*train_state.feed(iter(split(workload, [20, 4])))]
     filler = split(workload, [2])[0][0]
     result = train_step(train_state, [*fed, (filler, 0)], SAMPLES)
     assert off(train_state, workload, expected) <= EXACT

@@ -29,7 +29,7 @@ from autobatch.training.resume import restore_loop
 from autobatch.workload.feed import Feed
 from tests.support.kinds import run_of
 from tests.support.runs import settings, train
-from tests.support.training import fingerprint, make_loop
+from tests.support.training import averages, fingerprint, make_loop
 
 STEPS = 40
 PR_SET_CHILD_SUBREAPER = 36
@@ -59,7 +59,7 @@ def resume(folder: Path, workers: int | None) -> None:
     loop.feed = Feed(workload, loop.sampler, loop.split, **seeded)
     with closing(loop.feed):
         train(loop, run, Acknowledging(folder / "acknowledged"))
-    (folder / "done").write_text(fingerprint(loop.train_state.model, *loop.train_state.average.tensors()))
+    (folder / "done").write_text(fingerprint(loop.train_state.model, *averages(loop.train_state.average)))
 
 
 def forked(folder: Path, workers: int | None) -> int:

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from autobatch import WholeBatchLoss, Workload
+from autobatch import Workload
 from autobatch.core.records import SizeCut
 from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.profiles import load_profile
 from autobatch.rehearsal.setup import Setup
-from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.data_digest import digest_of
-from autobatch.workload.split import SizeSplit
+from autobatch.workload.data import WorstCaseSampler, digest_of
+from autobatch.workload.order import SizeSplit
 from tests.support.training import (
     IGNORED,
     adamw,
-    info_nce,
     language_model,
     make_loop,
     make_setup,
@@ -56,16 +54,6 @@ def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         pad_sequence(list(ids), batch_first=True),
         pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
     )
-
-
-def pooled_rows(model: nn.Module, batch: Any) -> Tensor:
-    """Return a row per sequence: the mean over the positions that have a label, and so over no padding."""
-    ids, labels = batch
-    counted = (labels != IGNORED).unsqueeze(-1)
-    return (model(ids) * counted).sum(1) / counted.sum(1).clamp(min=1)
-
-
-CONTRASTIVE = WholeBatchLoss(represent=pooled_rows, loss=info_nce)
 
 
 def ragged_workload(**changes: Any) -> Workload:
@@ -106,7 +94,5 @@ def count_ooms(workload: Workload, setup: Setup, micro_batch: int, *, target: in
         meter.mark("setup")
         counts = {"target_batch": target, "micro_batch": micro_batch, "steps": steps}
         loop = make_loop(workload, **counts, device=setup.device, meter=meter)
-        model = loop.train_state.model
-        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
         list(loop.run())
     return loop.oom_recoveries

@@ -11,7 +11,7 @@ from autobatch.distributed.engine import Whole
 from autobatch.distributed.group import Group, LaunchedGroup
 from autobatch.distributed.launch import open_ranks
 from autobatch.training.loop import Loop
-from autobatch.workload.split import Split
+from autobatch.workload.order import Split
 from tests.support.training import make_loop
 
 

@@ -20,7 +20,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.resume import capture_loop
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import map_leaves
-from autobatch.workload.split import Split
+from autobatch.workload.order import Split
 from tests.support.training import digest, make_loop, make_workload, points
 
 SAMPLES = 12

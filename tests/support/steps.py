@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from autobatch import Loss, WholeBatchLoss, Workload
-from autobatch.device.base import Meter
 from autobatch.step.train_step import train_step
 from tests.support.detection import CLASS_WEIGHTS, DETECTION, scenes
 from tests.support.detection import whole as whole_detection
@@ -46,7 +45,7 @@ def split(workload: Workload, sizes: list[int], first: int = 0) -> list[tuple[An
 
 def step_of(train_state: Any, workload: Workload, sizes: list[int], first: int = 0) -> Any:
     """Take a step over the next samples, with the micro-batches as the loop feeds them."""
-    fed = train_state.feed(iter(split(workload, sizes, first)), Meter())
+    fed = train_state.feed(iter(split(workload, sizes, first)))
     return train_step(train_state, fed, sum(sizes))
 
 

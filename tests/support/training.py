@@ -25,9 +25,8 @@ from autobatch.training.loop import Loop
 from autobatch.training.run import build_schedules
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.feed import Feed
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import GlobalBatchSampler, Split
 from autobatch.workload.rng import seed_everything
-from autobatch.workload.split import Split
 
 IGNORED = -100
 CPU = torch.device("cpu")
@@ -142,13 +141,18 @@ def make_workload(**changes: Any) -> Workload:
 
 
 def train_state_of(
-    workload: Workload, *, seed: int = 0, device: torch.device = CPU, **settings: Any
+    workload: Workload,
+    *,
+    seed: int = 0,
+    device: torch.device = CPU,
+    meter: Any | None = None,
+    **settings: Any,
 ) -> TrainState:
     """Build a train state, with weights drawn from the seed."""
     seed_everything(seed)
     rate = settings.pop("learning_rate", workload.learning_rate)
     made = StepSettings(**{"precision": "fp32", **settings})
-    return build_train_state(workload, workload.model(), device, made, learning_rate=rate)
+    return build_train_state(workload, workload.model(), device, made, meter or Meter(), learning_rate=rate)
 
 
 def make_loop(
@@ -164,6 +168,7 @@ def make_loop(
     """Build a loop as ``fit`` does, with everything drawn from the seed. Fields are its own or its steps'."""
     device = fields.pop("device", None) or CpuDevice(HOST, "1GiB")
     settings = {each.name: fields.pop(each.name) for each in SETTINGS if each.name in fields}
+    settings["meter"] = fields.pop("meter", None)
     train_state = train_state_of(workload, seed=seed, device=device.torch_device, **settings)
     samples: Any = workload.train_data
     sampler = GlobalBatchSampler(
@@ -171,7 +176,7 @@ def make_loop(
     )
     schedules = build_schedules(workload, train_state.optimizers, sampler)
     split = fields.get("split", Split())
-    known = {"meter": Meter(), "split": split, "feed": Feed(workload, sampler, split)}
+    known = {"split": split, "feed": Feed(workload, sampler, split)}
     return Loop(
         workload=workload, train_state=train_state, sampler=sampler, device=device, micro_batch=micro_batch,
         schedules=schedules, **{**known, **fields},
@@ -196,6 +201,12 @@ def weights(model: nn.Module) -> Tensor:
     """Return all parameters and floating-point buffers as one vector of float64."""
     tensors = [*model.parameters(), *model.buffers()]
     return torch.cat([t.detach().double().flatten() for t in tensors if t.is_floating_point()])
+
+
+def averages(average: Any) -> list[Tensor]:
+    """Return the averages of the weights that a train state keeps; empty if it keeps none."""
+    found = [] if average is None else average.state_dict()["averages"]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def then(optimizer: Callable[..., Any], after_step: Callable[[Any], object]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from tests.support.checkpoints import save
 from tests.support.faults import Fault
 from tests.support.kinds import RUNS, run_of
 from tests.support.runs import fit
-from tests.support.training import fingerprint, make_loop, make_workload, points
+from tests.support.training import averages, fingerprint, make_loop, make_workload, points
 
 STEPS = 8
 
@@ -32,8 +32,7 @@ def open_loop(kind: str, **changes):
 
 
 def all_of(loop) -> str:
-    average = loop.train_state.average
-    return fingerprint(loop.train_state.model, *(average.tensors() if average is not None else []))
+    return fingerprint(loop.train_state.model, *averages(loop.train_state.average))
 
 
 @pytest.mark.parametrize("kind", RUNS)

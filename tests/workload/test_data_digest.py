@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from autobatch import InputError
-from autobatch.workload.data_digest import check_same_data, digest_data
+from autobatch.workload.data import check_same_data, digest_data
 
 IDS = torch.arange(20)
 

@@ -17,9 +17,8 @@ import torch
 
 from autobatch import InputError
 from autobatch.workload.feed import Feed
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import GlobalBatchSampler, Split
 from autobatch.workload.rng import capture_random_state
-from autobatch.workload.split import Split
 from tests.support.feeds import fed_loop, loader_workers
 from tests.support.kinds import stateful
 from tests.support.training import (

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
 
 from autobatch import InputError
-from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, permutation, sampler_order
+from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, epoch_of, permutation
+from tests.support.training import make_workload
 
 
 def simulate(samples: int, target: int, epochs: int, seed: int) -> list[list[int]]:
@@ -86,6 +87,10 @@ class Shuffled:
         return iter([order[:2], order[2:4], order[4:6], order[6:]])
 
 
+def order_of(sampler: Any, seed: int = 0) -> Any:
+    return epoch_of(make_workload(train_data=range(12), sampler=sampler), seed)[1]
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -97,20 +102,20 @@ class Shuffled:
 def test_an_epoch_depends_on_the_seed_and_its_number_alone(sampler: Any) -> None:
     own = getattr(getattr(sampler, "sampler", None), "generator", None) or torch.default_generator
     before = torch.get_rng_state(), random.getstate(), own.get_state()
-    order = sampler_order(sampler, 12, seed=3)
+    order = order_of(sampler, seed=3)
     epochs = [order(number).tolist() for number in (0, 1, 2)]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert torch.equal(own.get_state(), before[2])
     torch.rand(3)
-    again = sampler_order(sampler, 12, seed=3)
+    again = order_of(sampler, seed=3)
     assert [again(number).tolist() for number in (2, 1, 0)] == epochs[::-1]
     assert len(set(map(tuple, epochs))) == 3
-    assert sampler_order(sampler, 12, seed=4)(0).tolist() != epochs[0]
+    assert order_of(sampler, seed=4)(0).tolist() != epochs[0]
 
 
 def test_batches_are_cut_from_the_order_over_epochs_of_any_length() -> None:
-    order = sampler_order(ByEpoch(lambda epoch: [epoch, 1, 2]), 12, seed=0)
+    order = order_of(ByEpoch(lambda epoch: [epoch, 1, 2]))
     assert [order(number).tolist() for number in (0, 5, 0)] == [[0, 1, 2], [5, 1, 2], [0, 1, 2]]
     sampler = GlobalBatchSampler(samples=3, target_batch=4, seed=0, epochs=3, order=order)
     assert [batch.ids for batch in sampler.batches()] == [[0, 1, 2, 1], [1, 2, 2, 1], [2]]
@@ -129,4 +134,4 @@ def test_batches_are_cut_from_the_order_over_epochs_of_any_length() -> None:
 )
 def test_an_invalid_sampler_is_refused(sampler: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        list(map(sampler_order(sampler, 12, seed=0), (0, 2)))
+        list(map(order_of(sampler), (0, 2)))

@@ -12,8 +12,7 @@ import pytest
 from torch import nn
 
 from autobatch import InputError
-from autobatch.workload.reference import find_workload
-from autobatch.workload.user_code import describe
+from autobatch.workload.user_code import describe, find_workload
 
 MAKES = (
     "from autobatch import Workload\ndef make():\n    return Workload(model=max, train_data=[1], loss=max, "
@@ -104,7 +103,7 @@ def test_a_reference_is_checked_without_running_code_or_importing_torch(tmp_path
     code = """
 import sys
 from autobatch.core.errors import InputError
-from autobatch.workload.reference import check_reference
+from autobatch.workload.user_code import check_reference
 found = [check_reference(reference) for reference in ("file.py", "package.inner:make", "sys:make")]
 assert found == [("file.py", ""), ("package.inner", "make"), ("sys", "make")]
 try:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from autobatch.core.records import SizeCut
 from autobatch.planning import cut_by_area
-from autobatch.workload.order import GlobalBatch
-from autobatch.workload.split import MicroBatchIds, SizeSplit, Split
+from autobatch.workload.order import GlobalBatch, MicroBatchIds, SizeSplit, Split
 from tests.support.ragged import padded_and_real
 
 
