@@ -256,7 +256,6 @@ def run_program(name: str, words: list[str]) -> int:
     from autobatch.report.terminal import LABEL, Terminal
 
     log = new_log("-command")
-    log.parent.mkdir(parents=True, exist_ok=True)
     filled: list[str] = []
     with (
         output_of_run(as_json=options.json),

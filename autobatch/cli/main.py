@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from autobatch.cli.output import (
     PARTS,
     SafeStream,
-    describe_failure,
     output_of_run,
     print_error,
     raise_on_termination,
+    report_failure,
     write_json,
     write_line,
-    write_log,
 )
 from autobatch.core import __version__
 from autobatch.core.errors import InputError
-from autobatch.core.text import printable_lines, quoted
+from autobatch.core.text import quoted
 
 if TYPE_CHECKING:
     from autobatch.core.options import Options
@@ -225,30 +224,3 @@ def show_result(workload: str | None, options: Options, ranks: Ranks, line: str)
         if ranks.rank == 0:
             terminal.finish(result)
         return result
-
-
-def report_failure(error: BaseException, line: str, is_verbose: bool, ranks: Ranks | None = None) -> int:
-    """Print one line, unless another rank has done so, and return the exit code.
-
-    Args:
-        error: the failure.
-        line: the command line.
-        is_verbose: print the traceback, too.
-        ranks: the processes that run the command together; None before they have met.
-    """
-    import traceback
-
-    from autobatch.distributed.ranks import Ranks
-
-    report = describe_failure(error)
-    earlier = (ranks or Ranks()).fail(report.line, report.exit_code)
-    if earlier is not None:
-        return earlier
-    where = ""
-    if report.is_logged:
-        path = write_log(error, line)
-        where = f"; full traceback: {path}" if path else "; for the traceback add --verbose"
-    print_error(report.line + where)
-    if is_verbose:
-        print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr)
-    return report.exit_code

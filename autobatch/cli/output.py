@@ -6,14 +6,16 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from autobatch.core import __version__
 from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError, UserCodeError
-from autobatch.core.text import error_text, one_line
+from autobatch.core.text import error_text, one_line, printable_lines
 
 if TYPE_CHECKING:  # the help does not need it
     from pathlib import Path
+
+    from autobatch.distributed.ranks import Ranks
 
 PARTS: dict[str, tuple[str, ...]] = {
     "probe": ("device", "probe", "profile"),
@@ -124,18 +126,12 @@ def raise_on_termination() -> Iterator[None]:
         yield
 
 
-class ErrorReport(NamedTuple):
-    """Message and exit code of an exception."""
+def describe_failure(error: BaseException) -> tuple[str, int, bool]:
+    """Describe an exception in one line that is safe to print, whatever the user's code wrote into it.
 
-    line: str
-    """One line that is safe to print, whatever the user's code wrote into it."""
-    exit_code: int
-    is_logged: bool
-    """True if the traceback is written to the log, because the line alone does not explain the failure."""
-
-
-def describe_failure(error: BaseException) -> ErrorReport:
-    """Describe an exception in one line, with its exit code."""
+    Returns:
+        The line, the exit code, and True if the traceback is logged, because the line does not explain all.
+    """
     from autobatch.workload.user_code import describe, failed_part, remarks_on, user_frame
 
     code, is_logged, remarks = 1, True, remarks_on(error)
@@ -158,7 +154,7 @@ def describe_failure(error: BaseException) -> ErrorReport:
     else:
         found = f"unexpected {type(error).__name__}: {error_text(error)}"
         line = f"{found}; this is a bug in autobatch, please report it"
-    return ErrorReport(one_line(line), code, is_logged)
+    return one_line(line), code, is_logged
 
 
 def _is_oom(error: BaseException) -> bool:
@@ -171,27 +167,44 @@ def _is_oom(error: BaseException) -> bool:
 
 
 def new_log(kind: str = "") -> Path:
-    """Return the path of a new log in the data directory, which may not exist yet."""
+    """Return the path of a new log in the data directory, whose folder it makes."""
     import datetime
 
     from autobatch.device.profiles import data_home
 
-    now = datetime.datetime.now(tz=datetime.UTC)
-    return data_home() / "logs" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}{kind}.log"
+    folder = data_home() / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{datetime.datetime.now(tz=datetime.UTC):%Y%m%d-%H%M%S}-{os.getpid()}{kind}.log"
 
 
-def write_log(error: BaseException, command: str) -> Path | None:
-    """Write an exception of a command line with its traceback to a log; None if it cannot be written."""
+def report_failure(error: BaseException, command: str, is_verbose: bool, ranks: Ranks | None = None) -> int:
+    """Print one line, unless another rank has done so, and return the exit code.
+
+    Args:
+        error: the failure.
+        command: the command line, for the log.
+        is_verbose: print the traceback, too.
+        ranks: the processes that run the command together; None before they have met.
+    """
     import platform
     import traceback
 
-    path = new_log()
-    text = (
-        f"{command}\nautobatch {__version__}, python {platform.python_version()}, in {os.getcwd()}\n"
-        f"{''.join(traceback.format_exception(error))}"
-    )
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-        return path
-    return None
+    from autobatch.distributed.ranks import Ranks
+
+    line, code, is_logged = describe_failure(error)
+    earlier = (ranks or Ranks()).fail(line, code)
+    if earlier is not None:
+        return earlier
+    trace = "".join(traceback.format_exception(error))
+    if is_logged:
+        try:
+            log = new_log()
+            head = f"autobatch {__version__}, python {platform.python_version()}, in {os.getcwd()}"
+            log.write_text(f"{command}\n{head}\n{trace}", encoding="utf-8", errors="backslashreplace")
+            line += f"; full traceback: {log}"
+        except OSError:
+            line += "; for the traceback add --verbose"
+    print_error(line)
+    if is_verbose:
+        sys.stderr.write(f"{printable_lines(trace)}\n")
+    return code

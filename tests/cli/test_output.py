@@ -71,13 +71,13 @@ def test_an_error_in_the_workload_is_one_line_that_names_its_part(
 ) -> None:
     with pytest.raises((OSError, InputError)) as found:
         small_fit(tmp_path, made)
-    report = describe_failure(found.value)
+    report = line, code, _ = describe_failure(found.value)
     if said in PARTS:
-        line = (tmp_path / "train.py").read_text().partition("  # here")[0].count("\n") + 1
-        place = f"{tmp_path / 'train.py'}:{line}"
+        number = (tmp_path / "train.py").read_text().partition("  # here")[0].count("\n") + 1
+        place = f"{tmp_path / 'train.py'}:{number}"
         assert report == (f"the workload's {said} raised OSError: [Errno 5] mine ({place})", 2, True)
     else:
-        assert (said in report.line, report.exit_code, report.line.count("\n")) == (True, 2, 0)
+        assert (said in line, code, line.count("\n")) == (True, 2, 0)
 
 
 class Silent(Exception):
@@ -101,12 +101,11 @@ class Silent(Exception):
     ids=lambda value: type(value).__name__,
 )
 def test_every_failure_has_its_message_and_exit_code(error: BaseException, code: int, said: str) -> None:
-    report = describe_failure(error)
-    assert report.exit_code == code
-    assert report.line.startswith(said)
-    assert report.is_logged == (code < 100 and not isinstance(error, InputError))
-    assert report.line.isprintable()
-    assert len(report.line) <= 2000
+    line, *rest = describe_failure(error)
+    assert rest == [code, code < 100 and not isinstance(error, InputError)]
+    assert line.startswith(said)
+    assert line.isprintable()
+    assert len(line) <= 2000
 
 
 def test_the_log_of_a_failure_is_in_the_data_directory_if_it_can_be_written(

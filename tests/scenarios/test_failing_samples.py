@@ -48,6 +48,6 @@ def test_a_sample_that_raises_is_named(
     monkeypatch.setattr("autobatch.workload.streams.SCAN", options.pop("scan", 1000))
     with pytest.raises((ValueError, UserCodeError), match="no such picture") as caught:
         autobatch.fit(make_workload(**fields), target_batch=8, steps=4, trials=0, device="cpu", **options)
-    report = describe_failure(caught.value)
-    assert report.exit_code == 2
-    assert report.line.startswith(f"the workload's {place} raised ValueError: no such picture ({__file__}:")
+    line, code, _ = describe_failure(caught.value)
+    assert code == 2
+    assert line.startswith(f"the workload's {place} raised ValueError: no such picture ({__file__}:")
