@@ -187,7 +187,6 @@ def _find(run: Run, share: int | None) -> Limit | str:
 def plan(run: Run, found: Limit) -> None:
     """Plan the batch in micro-batches that fit."""
     info, trace, probe = run.process.info, found.trace, run.result.probe
-    assert probe is not None
     planned = _plan(run, found.planned)
     if planned.learning_rate_rule == "none" and planned.base_batch not in (None, run.target):
         run.progress.note(f"learning rate {planned.learning_rate:g}: {planned.learning_rate_source}")
@@ -248,10 +247,8 @@ def tune(run: Run, steps: int) -> None:
     if tuner is not None and has_trials:
         chosen, tuning = tuner.tune(run.plan)
         run.record(plan=chosen, tuning=tuning)
-    probe = run.result.probe
-    assert probe is not None
     run.progress.doing("choosing how batches are split")
-    chosen, note = choose_split(process, run.plan, probe, options, check=examine, ranks=run.ranks)
+    chosen, note = choose_split(process, run.plan, run.result.probe, options, check=examine, ranks=run.ranks)
     if note:
         run.progress.note(note)
     run.record(plan=chosen)

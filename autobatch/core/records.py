@@ -387,10 +387,10 @@ class MemoryCurve(Record, frozen=True):
 
 
 class RunRecord(Record, frozen=True, kw_only=True):
-    """All records of a run; a stage that did not run is None or empty."""
+    """All records of a run; a stage after the probe that did not run is None or empty."""
 
     device: DeviceRecord
-    probe: Probe | None = None
+    probe: Probe
     plan: Plan | None = None
     tuning: Tuning | None = None
     training: Training | None = None

@@ -80,7 +80,7 @@ def pictures_of(run: RunRecord) -> dict[str, Picture]:
     """Draw the charts of a run, by the section of the page that they belong to; none without its records."""
     pictures = {}
     if run.memory_curve is not None and run.memory_curve.positions and run.memory_curve.categories:
-        is_other = run.plan and run.probe and not is_probed_configuration(run.probe, run.plan)
+        is_other = run.plan and not is_probed_configuration(run.probe, run.plan)
         whose = " Of the default configuration, before tuning." if is_other else ""
         pictures["memory"] = memory_figure(run.memory_curve, run.device.budget_bytes, whose)
     if run.metrics:

@@ -89,8 +89,6 @@ def device_facts(device: DeviceRecord) -> Iterator[Fact]:
 def _fits_facts(run: RunRecord) -> Iterator[Fact]:
     """Yield how many samples fit at a time, both as planned and as probed if these differ."""
     plan, probe = run.plan, run.probe
-    if probe is None:
-        return
     place = f" in {format_bytes(run.device.budget_bytes)}"
     if plan is not None and not is_probed_configuration(probe, plan):
         tuned = f"{plural(plan.micro_batch, 'sample')} at a time{place} as tuned"

@@ -31,14 +31,12 @@ PAGES = Environment(
 
 def render(run: RunRecord) -> str:
     """Build the page. The same records always give the same text."""
-    probe, tuning, training = run.probe, run.tuning, run.training
+    tuning, training = run.tuning, run.training
     facts: dict[str, list[Fact]] = {}
     for fact in facts_of(run):
         facts.setdefault("answers" if fact.kind == "main" else fact.part, []).append(fact)
     facts["repeat"] = [Fact("files", label, text) for label, text in sorted(run.versions.items())]
-    tables: dict[str, Table] = {}
-    if probe is not None:
-        tables["fits"] = attempts_table(probe.attempts)
+    tables = {"fits": attempts_table(run.probe.attempts)}
     if tuning is not None and tuning.history:
         tables["tuning"] = trials_table(tuning.history)
     if run.options:

@@ -88,9 +88,8 @@ class Result(Shown, RunRecord, frozen=True, kw_only=True):
 
 
 class TuneResult(Result, frozen=True, kw_only=True):
-    """The records of a tuning, which always has a probe and a plan."""
+    """The records of a tuning, which always has a plan."""
 
-    probe: Probe
     plan: Plan
 
 

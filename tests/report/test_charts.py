@@ -11,7 +11,7 @@ import pytest
 from autobatch.core.records import MemoryCurve, RunRecord
 from autobatch.core.units import GiB
 from autobatch.report import charts
-from tests.support.sample_run import a_device, a_memory_curve, a_run, a_step
+from tests.support.sample_run import a_device, a_memory_curve, a_probe, a_run, a_step
 
 pytestmark = pytest.mark.xdist_group("pictures")
 """One worker draws the pictures that many tests look at."""
@@ -48,7 +48,7 @@ def test_each_chart_is_one_drawing_that_is_readable_on_light_and_dark(pictures: 
             assert min(contrast(color, page) for page in ("#ffffff", "#14181a")) >= 3, color
     ids = [name for picture in pictures.values() for name in re.findall(r'\bid="([^"]+)"', picture.svg)]
     assert len(ids) == len(set(ids))
-    assert charts.pictures_of(RunRecord(device=a_device())) == {}
+    assert charts.pictures_of(RunRecord(device=a_device(), probe=a_probe())) == {}
 
 
 def test_the_same_data_give_the_same_pictures_whatever_style_the_user_has(pictures: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from autobatch.core.records import RunRecord, SizeCut, Tuning
 from autobatch.planning import make_plan
 from autobatch.report.facts import facts_of, final_facts
-from tests.support.sample_run import a_device, a_run, some_rates
+from tests.support.sample_run import a_run, some_rates
 
 
 def changed(part: str, **changes: Any) -> RunRecord:
@@ -29,7 +29,6 @@ CUT = SizeCut(longest=512.0, micro_batch=4, max_micro_batch=1024)
 NO_GAIN = Tuning(trials=4, best_samples_per_s=1000.0, offers=["an offer"], learning_rate=some_rates())
 RUNS: dict[str, tuple[RunRecord, str]] = {
     "a whole run": (a_run(), "at least 1.11 × faster: compile default"),
-    "a device alone": (RunRecord(device=a_device()), "6.00 GiB"),
     "a limit that a run has shown": (
         probed(multiple=8),
         "93 samples at a time in 6.00 GiB; 101 ran",

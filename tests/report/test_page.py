@@ -132,15 +132,15 @@ def test_the_whole_page_is_sound_and_says_every_fact() -> None:
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_part_that_did_not_run_has_no_section() -> None:
-    parts = {"probe": "fits", "plan": "plan", "tuning": "tuning", "memory_curve": "memory"}
+    parts = {"plan": "plan", "tuning": "tuning", "memory_curve": "memory"}
     for missing, section in parts.items():
         page = check(render(a_run(**{missing: None})))
         assert [link.attrib["href"][1:] for link in page.iter("a")] == [
             part for part in TITLES if part != section
         ]
-    nothing = dict.fromkeys(("probe", "plan", "tuning", "training", "memory_curve", "command", "created"))
+    nothing = dict.fromkeys(("plan", "tuning", "training", "memory_curve", "command", "created"))
     page = check(render(a_run(**nothing, metrics=[], versions={})))
-    assert [section.get("id") for section in page.iter("section")] == ["device"]
+    assert [section.get("id") for section in page.iter("section")] == ["fits", "device"]
 
 
 def planted(value: Any) -> Any:

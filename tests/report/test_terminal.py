@@ -87,7 +87,7 @@ def test_foreign_names_are_shown_and_never_obeyed(kind: type[io.StringIO]) -> No
     device = a_device(holders=holders)
     one = an_estimate(memory={"activations": 1}, modules={PLANTED: 1 << 30}, profile=PLANTED)
     estimates = Estimates(estimates=[one], notes=[PLANTED, "[/x] [bold]:smile:"])
-    result = Result(device=device, command=f"autobatch fit {PLANTED}")
+    result = Result(device=device, probe=a_probe(), command=f"autobatch fit {PLANTED}")
     for event in (("opened", device), ("note", PLANTED), ("estimated", estimates), ("finish", result)):
         text = shown(event, stream=kind())
         assert "<script>alert(1)" in "".join(text.split())
