@@ -48,8 +48,6 @@ class StopRequest:
     """Signal to this process; None if none came."""
     signal_number: int | None = None
     """Signal to obey; of several processes, as soon as all of them know of it."""
-    is_shared: bool = False
-    """True if several processes obey at once, as soon as all of them know of it."""
 
     @property
     def is_asked(self) -> bool:
@@ -75,10 +73,10 @@ def stop_on_signals(
 
     Args:
         tells: write a line to standard error after the first signal.
-        is_shared: see `StopRequest`.
+        is_shared: several processes obey at once, as soon as all of them know of it.
         clock: returns seconds.
     """
-    request = StopRequest(is_shared=is_shared)
+    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
@@ -99,7 +97,7 @@ def stop_on_signals(
 
     def note(number: int, _: FrameType | None) -> None:
         request.own = request.own or number
-        if not request.is_shared:
+        if not is_shared:
             request.signal_number = request.own
         if is_asked_again():
             signal.signal(number, before[number])
