@@ -34,7 +34,7 @@ from autobatch.cli.parser import options_of, read_words
 from autobatch.core import __version__
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.options import Option, all_fields
+from autobatch.core.options import AtLeastOne, Option, Seconds, all_fields
 from autobatch.core.records import SCHEMA
 from autobatch.core.text import printable_lines, quoted
 from autobatch.core.units import format_bytes
@@ -70,15 +70,13 @@ OPTIONS
 
   autobatch probe -- python train.py --batch_size={}
   autobatch fit --target-batch 480 -- python train.py --batch_size={} --accumulate={steps}"""
-Count = Annotated[int, Meta(ge=1, le=10**9, description="a whole number of 1 or more")]
-Time = Annotated[int, Meta(ge=1, le=10**9, title="S", description="a whole number of 1 or more")]
-"""Seconds; a timer takes no more."""
-File = Annotated[str, Meta(title="FILE", description="a file")]
-SECONDS = Option("Time for three optimizer steps of a run.", 300, type=Time)
+SECONDS = Option("Time for three optimizer steps of a run.", 300, type=Seconds)
 RECORDING = {
-    "out": Option("The snapshot; other ranks write beside it. (required)", type=File),
-    "steps": Option("Write it after N steps of an optimizer.", type=Count),
-    "seconds": Option("Write it after this time.", type=Time),
+    "out": Option(
+        "The snapshot; other ranks write beside it. (required)", type=Annotated[str, Meta(title="FILE")]
+    ),
+    "steps": Option("Write it after N steps of an optimizer.", type=AtLeastOne),
+    "seconds": Option("Write it after this time.", type=Seconds),
 }
 """Options of ``record``."""
 PLACES = {"{}": "the size of a micro-batch", "steps}": "the micro-batches of a step, {steps}"}

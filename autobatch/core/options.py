@@ -51,7 +51,8 @@ Processes = Annotated[int, Meta(ge=0, le=1024, description="a whole number from 
 Ranks = Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")]
 Seed = Annotated[int, Meta(ge=0, le=2**31 - 1, description="a whole number from 0 to 2147483647")]
 """Seeds that every generator accepts: NumPy's end at 32 bits, and the sampler counts up from here."""
-Seconds = Annotated[float, Meta(gt=0, title="SECONDS", description="a number over 0")]
+Seconds = Annotated[float, Meta(gt=0, le=1e9, title="SECONDS", description="a number over 0, up to 1e9")]
+"""No timer takes many more."""
 Norm = Annotated[float, Meta(gt=0, title="NORM", description="a number over 0")]
 Decay = Annotated[float, Meta(gt=0, lt=1, title="DECAY", description="a number over 0 and under 1")]
 Text = Annotated[str, Meta(pattern=f"^{TEXT}*$", title="NAME", description="text in UTF-8 without NUL")]

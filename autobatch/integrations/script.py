@@ -66,7 +66,7 @@ class Runner:
     """Its words, with the places that `fill` fills."""
     device: DeviceRecord
     """The GPU, and the bytes that the allocator of each process may hold."""
-    seconds: int
+    seconds: float
     """Time for the steps of a run."""
     log: Path
     """Receives what the program prints."""
@@ -140,7 +140,7 @@ class Runner:
         """Run words; return their exit code, in words if time was over, and what the program said last."""
         fraction = fraction_of(self.device.budget_bytes, self.device.total_bytes)
         environ = recorded(folder=folder, steps=STEPS, fraction=fraction)
-        code: int | str = f"none within {self.seconds} s (--seconds)"
+        code: int | str = f"none within {self.seconds:g} s (--seconds)"
         with self.log.open("ab") as log, suppress(subprocess.TimeoutExpired):
             begin = log.tell()
             try:

@@ -60,6 +60,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("probe", {"micro_batch": 9, "micro_batch_multiple": 2}, "no multiple of micro_batch_multiple 2"),
     ("fit", {"steps": 10**30}, f"steps must be a whole number of 1 or more, found {10**30}"),
     ("fit", {"ema": 1}, "ema must be a number over 0 and under 1, found 1"),
+    ("fit", {"collective_timeout": 1e300}, "collective_timeout must be a number over 0, up to 1e9, found"),
     ("fit", {"json": 3}, "json must be true or false, found 3"),
     ("fit", {"split": "sizes"}, "split must be one of auto, count, size, found 'sizes'"),
     ("fit", {"seed": "null"}, "seed must be a whole number from 0 to 2147483647, found 'null'"),
