@@ -29,8 +29,8 @@ import torch
 
 from autobatch import Progress, Workload
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import Configuration
 from autobatch.core.options import Options
+from autobatch.core.records import Configuration
 from autobatch.planning import make_plan
 from autobatch.rehearsal.process import ThisProcess
 from autobatch.rehearsal.setup import open_setup

@@ -21,8 +21,7 @@ from msgspec import Meta
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE
-from autobatch.core.knobs import parse_knobs
-from autobatch.core.records import LearningRateRule, Precision
+from autobatch.core.records import KNOBS, LearningRateRule, Precision
 from autobatch.core.text import LONGEST_VALUE, listed, printable, quoted
 from autobatch.core.units import TiB, parse_budget
 
@@ -188,6 +187,18 @@ def option(group: str, text: str, default: Any = None, **more: Any) -> Any:
     """Return a field of `Options` with its `Option`, which the commands of its group take by default."""
     declared = Option(text, default, group, **{"commands": TAKEN_BY[group], **more})
     return field(default_factory=lambda: [] if default == [] else default, metadata={"option": declared})
+
+
+def parse_knobs(text: str) -> list[str]:
+    """Split the value of ``--knobs`` (``micro_batch_shift,precision``) into names.
+
+    Raises:
+        InputError: no knob has this name; the message lists them.
+    """
+    names = [name.strip().replace("-", "_") for name in text.split(",")]
+    if unknown := [name for name in names if name not in KNOBS]:
+        raise InputError(f"there is no knob {unknown[0]!r}; there are: {', '.join(KNOBS)}")
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ samples. Nothing here imports torch, so a report can be read anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -19,6 +20,21 @@ GradientDtype = Literal["fp32", "weights"]
 Parallel = Literal["replicate", "shard"]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Value = str | int | float | bool | None
+Configuration = Mapping[str, Value]
+"""Value of each knob of the tuner, by name; a knob that is missing has its default."""
+SPLIT = "micro_batch_shift"
+"""Times that the micro-batch is halved: the largest that fits is not always the fastest."""
+PRECISION = "precision"
+CHECKPOINTING = "checkpointing"
+"""No choice of the tuner: `autobatch.estimates` says what would fit with it."""
+COMPILE = "compile"
+CHANNELS_LAST = "channels_last"
+OPTIMIZER = "optimizer"
+LOADER_WORKERS = "loader_workers"
+KNOBS = (SPLIT, PRECISION, COMPILE, CHANNELS_LAST, OPTIMIZER, LOADER_WORKERS)
+"""Knobs that can be tuned. `autobatch.tuning.fastest` has their choices. `autobatch.step.apply_knobs` applies
+them to a model and its optimizer, in the same way for a probe, a trial and the training that follows."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

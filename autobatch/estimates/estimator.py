@@ -22,9 +22,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.knobs import CHECKPOINTING, COMPILE, OPTIMIZER
 from autobatch.core.options import Options
-from autobatch.core.records import Estimate, Parallel, Remedy
+from autobatch.core.records import CHECKPOINTING, COMPILE, OPTIMIZER, Estimate, Parallel, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.cpu import SimulatedDevice
 from autobatch.device.oom import memory_named

@@ -19,9 +19,8 @@ from torch import nn
 
 from autobatch.api.run import check_data_of_ranks
 from autobatch.core.errors import InputError, NonFiniteError
-from autobatch.core.knobs import LOADER_WORKERS
 from autobatch.core.options import Options
-from autobatch.core.records import Plan
+from autobatch.core.records import LOADER_WORKERS, Plan
 from autobatch.distributed.engine import Whole
 from autobatch.distributed.group import join_loop
 from autobatch.distributed.ranks import Ranks, launched_world

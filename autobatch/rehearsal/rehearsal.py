@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import InputError
-from autobatch.core.knobs import COMPILE
-from autobatch.core.records import Attempt
+from autobatch.core.records import COMPILE, Attempt
 from autobatch.device.allocator import MemoryStats
 from autobatch.device.base import Meter, followed_modules
 from autobatch.device.oom import Verdict, classify, first_line, is_below_budget, requested_bytes

@@ -15,9 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from autobatch.core.errors import InputError
-from autobatch.core.knobs import PRECISION, Value
 from autobatch.core.options import Options
-from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
+from autobatch.core.records import PRECISION, DeviceRecord, GradientDtype, Precision, Record, Value
 from autobatch.device.allocator import NewAllocator
 from autobatch.device.base import Device
 from autobatch.device.cuda import allocator_options

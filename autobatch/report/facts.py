@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from autobatch.core.files import AVERAGED_WEIGHTS
-from autobatch.core.knobs import CHECKPOINTING, PRECISION, SPLIT
 from autobatch.core.records import (
+    CHECKPOINTING,
+    PRECISION,
+    SPLIT,
     Attempt,
     DeviceRecord,
     Plan,

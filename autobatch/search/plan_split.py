@@ -16,9 +16,8 @@ import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.knobs import COMPILE, PRECISION
 from autobatch.core.options import Options
-from autobatch.core.records import Plan, Probe, SizeCut
+from autobatch.core.records import COMPILE, PRECISION, Plan, Probe, SizeCut
 from autobatch.distributed.ranks import Ranks, agree_on_cut
 from autobatch.rehearsal.process import SetupProcess
 from autobatch.rehearsal.setup import Setup, with_knobs

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING, COMPILE, OPTIMIZER
+from autobatch.core.records import CHANNELS_LAST, CHECKPOINTING, COMPILE, OPTIMIZER
 from autobatch.workload.contract import Collated, LossFunction, LossValue, WholeBatchLoss
 from autobatch.workload.nested import map_tensors
 

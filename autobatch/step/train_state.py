@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from autobatch.core.errors import InputError
-from autobatch.core.knobs import Configuration
-from autobatch.core.records import GradientDtype, Precision
+from autobatch.core.records import Configuration, GradientDtype, Precision
 from autobatch.device.base import Meter
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout
 from autobatch.step.gradients import Gradients, Optimizers, local_parts, parameters_of

@@ -27,10 +27,9 @@ from autobatch.core.errors import (
     RestartSmallerError,
 )
 from autobatch.core.files import METRICS, UNREADABLE, write_atomic
-from autobatch.core.knobs import LOADER_WORKERS
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, Positive, StepRecord, Training
+from autobatch.core.records import LOADER_WORKERS, Plan, Positive, StepRecord, Training
 from autobatch.core.signals import counts_as, stop_on_signals
 from autobatch.device.base import Meter
 from autobatch.device.oom import memory_named

@@ -26,7 +26,9 @@ from msgspec.structs import replace
 from optuna.distributions import CategoricalDistribution
 
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import (
+from autobatch.core.options import Options, parse_knobs
+from autobatch.core.progress import Progress
+from autobatch.core.records import (
     CHANNELS_LAST,
     COMPILE,
     LOADER_WORKERS,
@@ -34,12 +36,11 @@ from autobatch.core.knobs import (
     PRECISION,
     SPLIT,
     Configuration,
+    Plan,
+    Trial,
+    Tuning,
     Value,
-    parse_knobs,
 )
-from autobatch.core.options import Options
-from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, Trial, Tuning
 from autobatch.device.host import usable_cores
 from autobatch.distributed.ranks import Ranks
 from autobatch.rehearsal.process import SetupProcess

@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from optuna.distributions import FloatDistribution
 
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import PRECISION
-from autobatch.core.records import LrTrial, LrTuning, Plan
+from autobatch.core.records import PRECISION, LrTrial, LrTuning, Plan
 from autobatch.tuning.fastest import Tuner
 from autobatch.tuning.study import open_study, run_trials, tried
 from autobatch.tuning.trial import call_with, short_run

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from autobatch.core.errors import Infeasible
-from autobatch.core.knobs import COMPILE, LOADER_WORKERS, SPLIT, Configuration
-from autobatch.core.records import Plan
+from autobatch.core.records import COMPILE, LOADER_WORKERS, SPLIT, Configuration, Plan
 from autobatch.device.oom import first_line
 from autobatch.planning import micro_batches
 from autobatch.rehearsal.process import ChildCrashed, SetupProcess

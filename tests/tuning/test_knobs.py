@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.knobs import KNOBS
+from autobatch.core.records import KNOBS
 from autobatch.tuning.fastest import Knob, choose_knobs, defaults
 from tests.support.training import Rows
 from tests.support.trials import trial_setup
