@@ -24,9 +24,10 @@ _SIZE = re.compile(rf"{_NUMBER}([A-Za-z]*|%)\s*")
 
 
 def significant(number: float, digits: int = 3) -> str:
-    """Write a number with a few significant digits, a large one as a whole number: ``1.75``, ``15,600``."""
+    """Write a number with a few significant digits: ``1.75``, ``15,600`` as a whole number, ``2.31e+14``."""
     # A number that rounding carries to 10 ** digits is a large one too: 999.7 is not 1e+03.
-    return f"{number:,.{digits}g}" if abs(number) < 10**digits - 0.5 else f"{number:,.0f}"
+    is_whole = 10**digits - 0.5 <= abs(number) < 1e9
+    return f"{number:,.0f}" if is_whole else f"{number:,.{digits}g}"
 
 
 def parse_budget(text: str | int, *, whole_bytes: int) -> int:

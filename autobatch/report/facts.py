@@ -27,9 +27,6 @@ from autobatch.core.records import (
 )
 from autobatch.core.units import format_bytes, significant
 
-LARGE_LOSS = 1e6
-"""From here on, digits after the point tell nothing."""
-
 
 class Fact(NamedTuple):
     """A fact of a result."""
@@ -200,7 +197,7 @@ def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:
 def _training_facts(training: Training) -> Iterator[Fact]:
     loss = "loss unknown"
     if training.first_loss is not None and training.final_loss is not None:
-        first, final = map(loss_in_words, (training.first_loss, training.final_loss))
+        first, final = (significant(value, 4) for value in (training.first_loss, training.final_loss))
         loss = f"loss {first} → {final}{terms_in_words(training.final_terms)}"
     whose = " of the averaged weights" if training.ema is not None else ""
     held_out = f"held-out {', '.join(metrics_in_words(training.validation))}{whose}"
@@ -249,11 +246,6 @@ def metrics_in_words(validation: Mapping[str, float | None]) -> list[str]:
     """Write the held-out figures, the loss after the others."""
     figures = sorted(validation.items(), key=lambda item: item[0] == "loss")
     return [metric_in_words(name, value) for name, value in figures]
-
-
-def loss_in_words(loss: float) -> str:
-    """Write a training loss: ``0.1017``, ``2.31e+14``."""
-    return f"{loss:.4f}" if abs(loss) < LARGE_LOSS else f"{loss:.3g}"
 
 
 def terms_in_words(terms: Mapping[str, float | None]) -> str:

@@ -17,12 +17,11 @@ from rich.text import Text
 from autobatch.core import __version__
 from autobatch.core.progress import Progress
 from autobatch.core.text import LONGEST_VALUE, one_line, printable
-from autobatch.core.units import format_bytes
+from autobatch.core.units import format_bytes, significant
 from autobatch.report.facts import (
     describe_trial,
     device_facts,
     final_facts,
-    loss_in_words,
     metrics_in_words,
     peak_bytes,
     plural,
@@ -119,7 +118,7 @@ class Terminal(Progress):
         if not step.applied and step.count:
             self._say(f"step {step.step}: skipped, the loss or the gradient is not finite", style="yellow")
         loss = (
-            "loss –" if step.loss is None else f"loss {loss_in_words(step.loss)}{terms_in_words(step.terms)}"
+            "loss –" if step.loss is None else f"loss {significant(step.loss, 4)}{terms_in_words(step.terms)}"
         )
         speed = "" if step.samples_per_s is None else f"{step.samples_per_s:,.0f} samples/s"
         held_out = metrics_in_words(step.validation)

@@ -101,7 +101,7 @@ def test_a_notebook_shows_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         progress.stepped(a_step(3, loss=0.5), 3)
     out = capsys.readouterr().out
     assert "one remark" in out
-    assert "3/3  loss 0.5000" in out
+    assert "3/3  loss 0.5  " in out
 
 
 def test_a_listener_of_the_user_hears_everything() -> None:

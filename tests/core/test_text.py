@@ -71,5 +71,5 @@ def test_an_invalid_size_is_refused_in_one_line_that_names_it(texts: list[Any], 
 def test_numbers_have_three_figures() -> None:
     sizes = {None: "unknown", 1023: "1023 B", 10 * KiB - 1: "10.0 KiB", MiB - 1: "1.00 MiB"}
     assert {size: format_bytes(size) for size in sizes} == sizes
-    numbers = {1.751: "1.75", 999.7: "1,000", 15_600: "15,600", 0.012345: "0.0123"}
+    numbers = {1.751: "1.75", 999.7: "1,000", 15_600: "15,600", 0.012345: "0.0123", 2.31e14: "2.31e+14"}
     assert {number: significant(number) for number in numbers} == numbers
