@@ -117,7 +117,7 @@ def workload(module: Any, loader: DataLoader[Any]) -> Workload:
         InputError: ``training_step`` calls backward itself, or ``configure_optimizers`` returns not one
             optimizer.
     """
-    optimizers, _ = _configured(module)
+    optimizers = _configured(module)
     if not module.automatic_optimization or len(optimizers) > 1:
         raise InputError(
             f"{kind_of(module)} has automatic_optimization=False, or {len(optimizers)} optimizers, so its "
@@ -129,7 +129,7 @@ def workload(module: Any, loader: DataLoader[Any]) -> Workload:
         train_data=parts["train_data"],
         collate=parts["collate"],
         loss=_loss,
-        optimizer=lambda model, _: _configured(model)[0],
+        optimizer=lambda model, _: _configured(model),
         learning_rate=float(optimizers[0].param_groups[0]["lr"]),
         name=type(module).__name__,
     )
@@ -150,18 +150,16 @@ def _loss(module: Any, batch: Any) -> Tensor:
     return loss
 
 
-def _configured(module: Any) -> tuple[list[torch.optim.Optimizer], list[Any]]:
-    """Return optimizers and schedules among the many forms that ``configure_optimizers`` may return."""
+def _configured(module: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers among the many forms that ``configure_optimizers`` may return."""
     made = module.configure_optimizers()
-    several, schedules = made if isinstance(made, list | tuple) else [made], []
+    several = made if isinstance(made, list | tuple) else [made]
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple):
-        several, schedules = made[0], list(made[1])
+        several = made[0]  # the others are schedules
     optimizers = [each["optimizer"] if isinstance(each, dict) else each for each in several]
     if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
         raise InputError(f"configure_optimizers must return an optimizer, found {kind_of(made)}")
-    dicts = (each for each in several if isinstance(each, dict))
-    schedules += [each["lr_scheduler"] for each in dicts if "lr_scheduler" in each]
-    return optimizers, [each["scheduler"] if isinstance(each, dict) else each for each in schedules]
+    return optimizers
 
 
 def _holder_of_batch_size(module: Any, datamodule: Any) -> Any:
@@ -188,9 +186,8 @@ def _outside_of_fit(module: Any, trainer: Any) -> Any:
     copied.log = copied.log_dict = copied.print = lambda *_, **__: None
     copied.setup("fit")
     copied.configure_model()
-    outside.optimizers, schedules = _configured(copied)
+    outside.optimizers = _configured(copied)
     copied.optimizers = lambda use_pl_optimizer=True: outside.optimizers[0]
-    copied.lr_schedulers = lambda: schedules[0] if schedules else None
     return copied
 
 

@@ -6,7 +6,6 @@ a step are those of `fit`.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,6 @@ from autobatch.workload.streams import StreamSampler, open_sampler
 from autobatch.workload.user_code import WorkloadSource, find_workload
 
 Optimizer = torch.optim.Optimizer
-logger = logging.getLogger("autobatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +155,8 @@ class Batch:
         self._engine.combine(state, totals)
         result = finish(state, totals)
         self._is_stepped = True
-        scaler = state.scaler
-        if result.applied or not result.count:
-            return result
-        if scaler.is_enabled() and scaler.get_scale() >= LEAST_LOSS_SCALE:
+        has_overflowed = state.scaler.is_enabled() and state.scaler.get_scale() >= LEAST_LOSS_SCALE
+        if result.applied or not result.count or has_overflowed:
             return result
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
         raise NonFiniteError(
