@@ -56,18 +56,12 @@ class Tied(nn.Module):
         return self.last[:, :4]
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "batch norm": with_batch_norm, "tied": Tied,
-}  # fmt: skip
-
-
 @pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
 @pytest.mark.parametrize(
-    ("kind", "device"),
-    [("batch norm", "cpu"), ("batch norm", "sim:t4"), ("tied", "sim:t4")],
+    ("model", "device"), [(with_batch_norm, "cpu"), (with_batch_norm, "sim:t4"), (Tied, "sim:t4")]
 )
-def test_a_probe_changes_nothing(kind: str, device: str) -> None:
-    live = with_gradients(MODELS[kind]())
+def test_a_probe_changes_nothing(model: Callable[[], nn.Module], device: str) -> None:
+    live = with_gradients(model())
     workload = replace(work(live), model=lambda: (torch.rand(7), live)[1])
     budget = "80KiB" if device == "cpu" else "2MiB"
     untouched = model_state(live)
