@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 import autobatch
 from autobatch.cli import main as cli
 from tests.support.commandline import command, environment
+from tests.support.leftovers import wait_until
 from tests.support.stand_in_torch import install
 
 PROGRAM = """
@@ -91,7 +91,7 @@ def test_the_exit_code_is_that_of_the_command(folder, ending, code, done):
 def test_it_is_written_after_some_steps_or_seconds_and_the_program_goes_on(folder, words):
     go_on = "\nimport os\nwhile not os.path.exists('go'): time.sleep(0.05)\noptimizer.step(); sys.exit(5)\n"
     process = started(folder, *words, program=PROGRAM + go_on)
-    wait_for(folder / "out.pickle")
+    wait_until((folder / "out.pickle").exists, "it is not written")
     assert process.poll() is None
     steps = 2 if "--steps" in words else 3
     assert written(folder / "out.pickle")["done"] == ["step"] * steps
@@ -118,10 +118,3 @@ def test_each_process_has_a_file(folder):
 def test_a_command_that_cannot_be_started_is_told(capsys):
     assert cli.run(["record", "--out", "a.pickle", "--", "no-such-program"]) == 2
     assert "no-such-program cannot be started" in capsys.readouterr().err
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.02)

@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from autobatch.cli import main as cli
 from autobatch.core.records import DeviceRecord
 from tests.support.commandline import Ran
+from tests.support.leftovers import wait_until
 from tests.support.stand_in_torch import TOTAL_BYTES, install
 
 WEIGHTS, STATE, SAMPLE = 100, 200, 20
@@ -238,13 +238,6 @@ os.kill({os.getpid()}, signal.SIGINT)
 time.sleep(60)
 """
     assert run("probe", program=program).code == 130
-    for pid in map(int, Path("pids").read_text().split()):
-        wait_for_end(pid)
-
-
-def wait_for_end(pid: int) -> None:
-    """Wait until a process has ended, or is a child of another one that has not looked."""
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    for pid in Path("pids").read_text().split():
+        stat = Path(f"/proc/{pid}/stat")  # whose state is Z until the parent looks
+        wait_until(lambda stat=stat: not stat.exists() or " Z " in stat.read_text(), stat)

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
@@ -32,12 +32,17 @@ def no_leftovers() -> Iterator[None]:
     with patch.dict(os.environ, TMPDIR=name), patch.object(tempfile, "tempdir", name):
         own = util.get_temp_dir()  # forked processes use it too
         yield
-    deadline = time.monotonic() + 60  # processes that were killed need some time to end
-    while (orphans := _orphans(name)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not orphans, f"processes that nobody waits for: {orphans}"
+    wait_until(lambda: not _orphans(name), f"processes that nobody waits for: {_orphans(name)}")
     files = [path.name for path in Path(name).iterdir() if path != Path(own)]
     assert not [file for file in files if not file.startswith(OF_TORCH)], f"temporary files: {files}"
+
+
+def wait_until(is_done: Callable[[], bool], complaint: object) -> None:
+    """Wait until something is so; processes that were killed need some time to end."""
+    deadline = time.monotonic() + 60
+    while not is_done():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.05)
 
 
 def _orphans(folder: str) -> dict[int, str]:
