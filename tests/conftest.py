@@ -129,7 +129,7 @@ NO_PICTURE = '<svg role="img" aria-label="A chart" viewBox="0 0 1 1"></svg>'
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write only the titles of pictures, because drawing takes most of the time of a short run."""
-    monkeypatch.setattr("autobatch.report.charts.draw", lambda *_, **__: NO_PICTURE)
+    monkeypatch.setattr("autobatch.report.page.draw", lambda *_, **__: NO_PICTURE)
 
 
 @pytest.fixture(autouse=True)

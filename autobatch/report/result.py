@@ -74,7 +74,7 @@ class Result(Shown, RunRecord, frozen=True, kw_only=True):
 
     def _charts(self) -> list[str]:
         # Imported here: matplotlib takes half a second, and only a notebook needs it.
-        from autobatch.report.charts import pictures_of
+        from autobatch.report.page import pictures_of
 
         run: RunRecord = self
         with suppress(InputError):  # its folder may be gone, or have another run

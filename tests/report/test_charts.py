@@ -10,7 +10,7 @@ import pytest
 
 from autobatch.core.records import MemoryCurve, RunRecord
 from autobatch.core.units import GiB
-from autobatch.report import charts
+from autobatch.report import page as charts
 from tests.support.sample_run import a_device, a_memory_curve, a_probe, a_run, a_step
 
 pytestmark = pytest.mark.xdist_group("pictures")

@@ -31,7 +31,7 @@ torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
 os.fsync = lambda _: None
 # Ranks of one host that have not answered by then never do.
 autobatch.distributed.group.ROLL_CALL_S = 2.0
-autobatch.report.charts.draw = lambda *_, **__: '<svg viewBox="0 0 1 1"></svg>'
+autobatch.report.page.draw = lambda *_, **__: '<svg viewBox="0 0 1 1"></svg>'
 # A collection in a child would write to every object, and so copy the memory that it shares.
 gc.collect()
 gc.freeze()
