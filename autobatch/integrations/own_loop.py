@@ -96,7 +96,11 @@ class Batch:
         return map(self._opened, self._micro_batches)
 
     def _opened(self, made: tuple[Any, int]) -> MicroBatch:
-        self._check_closed()
+        if self._open is not None:
+            raise self._refused(
+                f"batch.backward() was not called for micro-batch {len(self._totals.sizes) + 1}",
+                "call it with the loss of every micro-batch, in place of loss.backward()",
+            )
         self._open = made[1]
         return MicroBatch(*made)
 
@@ -142,12 +146,11 @@ class Batch:
         """
         if self._is_stepped:
             raise self._refused("its step was already taken", "call it once, after its micro-batches")
-        self._check_closed()
         state, totals = self._state, self._totals
         if len(totals.sizes) < len(self._sizes):
             raise self._refused(
                 f"batch.step() was called after {sum(totals.sizes)} of {sum(self._sizes)} samples",
-                "finish `for micro in batch:` first",
+                "finish `for micro in batch:` first, with batch.backward() for each",
             )
         if not totals.sizes:
             state.gradients.clear()
@@ -173,13 +176,6 @@ class Batch:
         if not self._is_stepped and (self._open is not None or self._totals.sizes):
             raise self._refused(
                 "no step was taken", "call batch.step() after the loop over its micro-batches"
-            )
-
-    def _check_closed(self) -> None:
-        if self._open is not None:
-            raise self._refused(
-                f"batch.backward() was not called for micro-batch {len(self._totals.sizes) + 1}",
-                "call it with the loss of every micro-batch, in place of loss.backward()",
             )
 
     def _refused(self, found: str, advice: str) -> InputError:
