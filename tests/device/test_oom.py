@@ -8,13 +8,7 @@ import itertools
 import torch
 
 from autobatch import DoesNotFitError, InputError, Interrupted, RestartSmallerError
-from autobatch.device.oom import (
-    Verdict,
-    classify,
-    first_line,
-    is_oom,
-    loses_context,
-)
+from autobatch.device.oom import Verdict, classify, first_line, is_oom, loses_context
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB of which 1 GiB "

@@ -10,11 +10,7 @@ from torch import nn
 
 from autobatch import InputError, Workload
 from autobatch.core.options import Options
-from autobatch.rehearsal.setup import (
-    Setup,
-    describe_setup,
-    open_setup,
-)
+from autobatch.rehearsal.setup import Setup, describe_setup, open_setup
 from tests.support.probes import WIDTH, mlp, vectors, work
 from tests.support.training import INFO_NCE, amsgrad, make_workload, mean_loss
 
