@@ -31,7 +31,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ((*FIT, ""), "WORKLOAD must be file.py"),
     (("probe", "--target-batch", "8"), "which is an option of fit, plan, tune and estimate; see"),
     (("profiles", "shwo"), "found 'shwo'"),
-    (("profiles", "show", "nope"), "no profile 'nope'"),
+    (("profiles", "show", "rtx4090"), "no profile 'rtx4090': known are a10, "),
     (("doctor", "now"), "takes no arguments, found 'now'"),
     (("record",), "--out FILE"),
     (RECORD, "a command after --"),
