@@ -149,7 +149,7 @@ def build_model(workload: Workload) -> nn.Module:
     """Build the workload's model.
 
     Raises:
-        InputError: ``Workload(model=…)`` returns no module.
+        InputError: ``Workload(model=…)`` returns no module, or one whose tensors cannot be replaced.
     """
     with user_code("model", workload.model):
         model = workload.model()
@@ -157,6 +157,8 @@ def build_model(workload: Workload) -> nn.Module:
             raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
     if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
         raise InputError("the model has a lazy module: run it once on a sample in Workload(model=…)")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise InputError("the model has a module of TorchScript: return it unscripted in Workload(model=…)")
     # Modules that the user has put in eval mode stay so. A whole model in eval mode is as a library loads it.
     if not any(module.training for module in model.modules()):
         model.train()

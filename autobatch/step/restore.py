@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from autobatch.core.errors import InputError
 from autobatch.workload.rng import preserved_generators
 
 SMALL_BUFFER = 2**18
@@ -30,17 +28,9 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
     Parameters and buffers stay the same objects, because optimizers and ties refer to them; only their data
     change. On exit data, gradients, modes and ``requires_grad`` are restored. Modules, buffers and attributes
     that a forward pass added are removed.
-
-    Raises:
-        InputError: a lazy module has parameters without a shape, or the model is one of TorchScript.
     """
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
     modules = list(model.modules())
-    if any(map(is_lazy, tensors)) or any(isinstance(module, torch.jit.ScriptModule) for module in modules):
-        raise InputError(
-            "the model has lazy modules, whose parameters have no shape yet, or is one of TorchScript, whose "
-            "tensors are out of reach: run one forward pass in Workload(model=…), return it unscripted"
-        )
     saved = [(t, t.data, t.grad, t.requires_grad) for t in tensors]
     # Attributes hold modes, and what a forward pass stored: a cache, the last features.
     registries: list[tuple[dict[str, Any], dict[str, Any]]] = [
