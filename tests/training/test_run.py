@@ -144,6 +144,19 @@ def test_a_lost_device_ends_the_run_and_may_not_answer_after_a_fatal_error(error
     assert not loop.can_be_saved
 
 
+@pytest.mark.parametrize(("left", "expected"), [('{"micro_batch": 2}', 2), ("broken", 3)])
+def test_a_resumed_run_uses_the_smaller_micro_batch_of_one_that_ran_out_of_memory(
+    left: str, expected: int, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyError):
+        train(open_loop(), settings(tmp_path, checkpoint_every=2), ActingAfter(3, {}.popitem))
+    (tmp_path / "oom.json").write_text(left)
+    _, done = resume(tmp_path)
+    assert done.micro_batch == expected
+    assert [row["micro_batch"] for row in rows(tmp_path)] == [3, 3, *[expected] * 4]
+    assert not (tmp_path / "oom.json").exists()
+
+
 def test_a_list_of_losses_is_named_where_it_has_filled_a_simulated_gpu(tmp_path: Path) -> None:
     kept = list[Any]()
 
