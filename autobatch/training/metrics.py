@@ -15,8 +15,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -54,10 +53,10 @@ class Sink(Protocol):
 class Metrics:
     """Writer of the records of a run, to a file unless its path is None, and to every sink.
 
-    A line waits for the lines of the next `FLUSH_INTERVAL_S`, unless the last one was flushed longer ago.
+    A line waits for the lines of the next `FLUSH_INTERVAL_S`, unless the last one was written longer ago.
 
     Raises:
-        CheckpointError: the file cannot be opened, or written by any method.
+        CheckpointError: the file cannot be written, by any method.
     """
 
     def __init__(
@@ -68,27 +67,21 @@ class Metrics:
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._path, self._sinks, self._note = path, list(sinks), note
-        self._flushed_at, self._file = -math.inf, None
-        with self._naming_the_file():
-            self._file = None if path is None else path.open("ab")
+        self._lines, self._written_at = bytearray(), -math.inf
+        self._write()
 
     def step(self, record: StepRecord) -> None:
         """Add the record of a batch."""
-        with self._naming_the_file():
-            if self._file is not None:
-                self._file.write(msgspec.json.encode(record) + b"\n")
-                # Before a sink has a step, the file has it: a resume tells sinks by the file what they have.
-                if self._sinks or time.monotonic() - self._flushed_at >= FLUSH_INTERVAL_S:
-                    self._flushed_at = time.monotonic()
-                    self._file.flush()
+        self._lines += msgspec.json.encode(record) + b"\n"
+        # Before a sink has a step, the file has it: a resume tells sinks by the file what they have.
+        if self._sinks or time.monotonic() - self._written_at >= FLUSH_INTERVAL_S:
+            self._written_at = time.monotonic()
+            self._write()
         self._each("step", record)
 
     def sync(self) -> None:
         """Write all lines to the disk, as before each checkpoint."""
-        with self._naming_the_file():
-            if self._file is not None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        self._write(syncs=True)
 
     def end(self, training: Training) -> None:
         """Hand the summary of a finished run to the sinks."""
@@ -97,9 +90,7 @@ class Metrics:
     def close(self) -> None:
         """Finish every sink, and write the last lines."""
         self._each("close")
-        with self._naming_the_file():
-            if self._file is not None:
-                self._file.close()
+        self._write()
 
     def _each(self, method: str, *values: object) -> None:
         for sink in list(self._sinks):
@@ -113,15 +104,18 @@ class Metrics:
                     "run continues without this sink"
                 )
 
-    @contextmanager
-    def _naming_the_file(self) -> Iterator[None]:
+    def _write(self, *, syncs: bool = False) -> None:
+        """Append the lines that wait to the file, and forget them, also if it fails."""
+        lines, self._lines = self._lines, bytearray()
+        if self._path is None:
+            return
         try:
-            yield
+            with self._path.open("ab") as file:
+                file.write(lines)
+                file.flush()
+                if syncs:
+                    os.fsync(file.fileno())
         except OSError as error:
-            file, self._file = self._file, None
-            with suppress(OSError):  # it would write the same lines again
-                if file is not None:
-                    file.close()
             raise CheckpointError(f"{self._path} cannot be written: {error.strerror or error}") from error
 
 
