@@ -24,10 +24,10 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.signals import StopRequest
@@ -196,10 +196,6 @@ class Whole:
             train_state.scaler.scale(torch.zeros((), device=train_state.device))
         sum_gradients(self.ranks, train_state.gradients, gradients)
 
-    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state dict of the model with whole tensors; empty on the ranks that write no file."""
-        return model.state_dict()
-
 
 class Shared(Whole):
     """The engine of a sharded model, through which the loss of the train state runs already.
@@ -257,10 +253,3 @@ class Shared(Whole):
             )
         by_optimizer = zip(*(own.norms or [] for own in of_ranks), strict=True)
         totals.norms = [math.hypot(*norms) for norms in by_optimizer]
-
-    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
-        """See `Whole.whole_weights`."""
-        # Only here: importing it takes a second.
-        from autobatch.distributed.shard import gather_weights
-
-        return gather_weights(model)

@@ -17,7 +17,7 @@ from torch import Tensor
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.files import AVERAGED_WEIGHTS, METRICS, REPORT, RESULT, WEIGHTS, replaced_file
 from autobatch.core.text import error_text
-from autobatch.distributed.engine import Whole
+from autobatch.distributed.engine import Shared, Whole
 from autobatch.step.train_state import TrainState
 from autobatch.training.metrics import TENSORBOARD, TRACKERS
 
@@ -122,7 +122,13 @@ def export_weights(train_state: TrainState, folder: Path, engine: Whole) -> None
     """
 
     def export(name: str) -> None:
-        weights = engine.whole_weights(train_state.model)
+        if isinstance(engine, Shared):
+            # Only here: importing it takes a second.
+            from autobatch.distributed.shard import gather_weights
+
+            weights = gather_weights(train_state.model)
+        else:
+            weights = train_state.model.state_dict()
         engine.ranks.once(lambda: _write(weights, folder / name))
 
     export(WEIGHTS)
