@@ -314,9 +314,9 @@ def fit(run: Run) -> None:
     )
     # The budget is that of the probe, which may be an earlier one.
     setup = replace(setup, device=setup.device.budgeted(run.result.device.budget_bytes))
-    training, model = train_plan(setup, run.plan, sampler, training_run, run.ranks)
-    # Of a model that ranks share, this one has a part only; the file has all of it.
-    run.record(training=training, model=None if run.plan.parallel == "shard" else model)
+    training = train_plan(setup, run.plan, sampler, training_run, run.ranks)
+    # A model that ranks share is in the file alone.
+    run.record(training=training, model=None if run.plan.parallel == "shard" else setup.model)
     write(run, out)
 
 

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_sharded
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.errors import InputError
 from autobatch.core.files import file_entry
 from autobatch.core.records import Precision
 from autobatch.core.units import GiB
@@ -174,9 +174,7 @@ Sharding: TypeAlias = Callable[[nn.Module, Precision], ShardedModel]
 """`shard` over some ranks."""
 
 
-def shard_over(
-    group: Group, model: nn.Module, precision: Precision, device: torch.device
-) -> tuple[nn.Module, ShardedModel]:
+def shard_over(group: Group, model: nn.Module, precision: Precision, device: torch.device) -> ShardedModel:
     """Return a copy of a model that the ranks share, with the first weights of rank 0; all of them call it.
 
     The model itself is left without its weights, and only tells how to build a whole one.
@@ -193,27 +191,26 @@ def shard_over(
     tensors = group.tensor_group(device)
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD if tensors is None else tensors, device.type)
-    made = on_meta(model)
-    sharded = shard(mesh, made, precision)
+    sharded = shard(mesh, on_meta(model), precision)
     sharded.materialize(device)
     with group.waiting("receive the first weights"):
         set_model_state_dict(
-            made,
+            sharded.model,
             model.state_dict() if group.rank == 0 else {},
             options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
         )
-    for whole, buffer in zip(model.buffers(), made.buffers(), strict=True):
+    for whole, buffer in zip(model.buffers(), sharded.buffers(), strict=True):
         if group.rank == 0:
             buffer.copy_(whole)
-    group.send(made.buffers())  # no checkpoint keeps some of them
+    group.send(sharded.buffers())  # no checkpoint keeps some of them
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data = tensor.new_empty(0)  # its memory is free for the run
-    return made, sharded
+    return sharded
 
 
 def sharded_copy(
     model: nn.Module, sharding: Sharding, precision: Precision, device: torch.device
-) -> tuple[nn.Module, ShardedModel]:
+) -> ShardedModel:
     """Return a copy of a model with the parts of one rank on its device; their values are not the model's.
 
     Args:
@@ -225,19 +222,18 @@ def sharded_copy(
     Raises:
         InputError: the model cannot be sharded.
     """
-    made = on_meta(model)
-    sharded = sharding(made, precision)
+    sharded = sharding(on_meta(model), precision)
     sharded.materialize(device)
     for part in sharded.parts():
         # Of real ranks the sums would arrive. The backend "fake" gathers copies of the part of this rank.
         part.set_custom_reduce_scatter(_OwnSum())  # type: ignore[arg-type]
     with torch.no_grad():
-        for parameter in local_parts([*made.parameters()]):
+        for parameter in local_parts([*sharded.parameters()]):
             if parameter.is_floating_point():
                 parameter.normal_(0.0, PROBE_STD)
             else:
                 parameter.zero_()
-    return made, sharded
+    return sharded
 
 
 @contextmanager
@@ -334,7 +330,7 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
         Size in bytes and SHA-256 of the files of all ranks by name, as a manifest lists them.
 
     Raises:
-        CheckpointError: a rank could not write its part, on every rank.
+        OSError: a rank could not write its part, on every rank.
         RankLost: another rank ended.
     """
     writer = HuggingFaceStorageWriter(
@@ -348,13 +344,7 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> di
                 process_group=group.tensor_group(torch.device("cpu")),
             )
     except CheckpointException as error:  # the same on every rank
-        rank, (cause, _) = next(iter(error.failures.items()))
-        if not isinstance(cause, Exception):  # a signal
-            raise cause from None
-        raise CheckpointError(
-            f"rank {rank} could not write its part of the checkpoint to {folder}: {first_line(cause)}. Free "
-            "some space there; no earlier checkpoint is lost"
-        ) from error
+        raise next(iter(error.failures.values()))[0] from None
     # The files of this rank begin with its number; DCP counts from 1.
     own = {path.name: file_entry(path) for path in sorted(folder.glob(f"shard-{group.rank + 1:05d}-*"))}
     return {name: entry for of_rank in group.gather(own) for name, entry in of_rank.items()}

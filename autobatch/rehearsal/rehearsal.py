@@ -166,8 +166,8 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
     from autobatch.distributed.shard import sharded_copy
 
     with meter.uncounted():
-        model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, device)
-    train_state = build(model)
+        shared = sharded_copy(setup.model, setup.sharding, setup.precision, device)
+    train_state = build(shared.model)
     shared.attach(train_state)
     yield train_state
 

@@ -132,7 +132,8 @@ def save_checkpoint(
             from autobatch.distributed.shard import write_shards
 
             assert isinstance(ranks, Group)
-            of_ranks = write_shards(temporary, shards, ranks)
+            with _disk_named(target):
+                of_ranks = write_shards(temporary, shards, ranks)
         ranks.once(publish)
     except BaseException:
         if not ranks.rank:

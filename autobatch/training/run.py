@@ -7,15 +7,14 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from autobatch.core import versions
@@ -329,11 +328,8 @@ class TrainingRun:
 @memory_named("the training was prepared")
 def train_plan(
     setup: Setup, plan: Plan, sampler: GlobalBatchSampler, run: TrainingRun, ranks: Ranks
-) -> tuple[Training, nn.Module]:
-    """Train a plan to the end of its run; the model of the setup is trained in place.
-
-    Returns:
-        The record of the training, and the trained model.
+) -> Training:
+    """Train a plan to the end of its run, and the model of the setup in place, unless ranks share it.
 
     Raises:
         InputError: a part of the workload is invalid, or a BatchNorm would get a single sample.
@@ -345,67 +341,24 @@ def train_plan(
     for line in notes:
         run.note(line)
     run.progress.doing("preparing the training")
-    resumed = run.resumed
-    seeds = resumed is not None and resumed.facts["sample_seeds"]
-    with open_loop(setup, plan, run.options, sampler, ranks, sample_seeds=seeds) as loop:
-        for line in check_validation(loop):
-            run.note(line)
-        if resumed is not None:
-            for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
-                run.progress.note(line)
-            # The loop has it now, and the caller would hold it as long as the run lasts.
-            resumed.state.clear()
-        run.facts |= {
-            "plan": msgspec.to_builtins(plan),
-            "sample_seeds": loop.feed.seeds_samples,
-            "run": run_facts(setup, sampler),
-            "versions": versions(),
-            "ranks": ranks.gather(device_key(setup)),
-        }
-        # The first step starts with an empty cache, as a probe does.
-        setup.device.release()
-        run.progress.doing("training: the first step")
-        return run.train(loop), loop.train_state.model
-
-
-FILLER_SAMPLES = 2
-"""Samples of a micro-batch that adds nothing to a batch: BatchNorm needs two."""
-
-
-@contextmanager
-def open_loop(
-    setup: Setup,
-    plan: Plan,
-    options: Options,
-    sampler: GlobalBatchSampler,
-    ranks: Ranks,
-    *,
-    sample_seeds: bool = False,
-) -> Iterator[Loop]:
-    """Build a loop at its first batch, on the device and with its feed; close both at the end of the block.
-
-    Raises:
-        InputError: a part of the workload is invalid.
-    """
-    device = setup.device
-    split = split_of(plan, setup.worst_case.sizes, rank=ranks.rank, world=ranks.world)
-    workload = setup.workload
-    workers = options.workers
+    workload, device, resumed = setup.workload, setup.device, run.resumed
+    workers = run.options.workers
     if workers is None:
         workers = int(plan.knobs.get(LOADER_WORKERS) or workload.workers or 0)
+    split = split_of(plan, setup.worst_case.sizes, rank=ranks.rank, world=ranks.world)
     feed = Feed(
         workload,
         sampler,
         split,
         workers=workers,
         device=device.torch_device,
-        seeds_samples=sample_seeds,
+        seeds_samples=resumed is not None and resumed.facts["sample_seeds"],
     )
     with device.session(is_probe=False) as meter, closing(feed):
-        seed_everything(options.seed)
+        seed_everything(run.options.seed)
         train_state, engine = _open_train_state(setup, plan, meter, ranks)
         if ranks.rank:
-            seed_everything(mix_seed(options.seed, ranks.rank))
+            seed_everything(mix_seed(run.options.seed, ranks.rank))
         loop = Loop(
             workload=workload,
             train_state=train_state,
@@ -416,9 +369,30 @@ def open_loop(
             engine=engine,
             feed=feed,
             schedules=build_schedules(workload, train_state.optimizers, sampler),
-            on_nonfinite=options.on_nonfinite,
+            on_nonfinite=run.options.on_nonfinite,
         )
-        yield loop
+        for line in check_validation(loop):
+            run.note(line)
+        if resumed is not None:
+            for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
+                run.progress.note(line)
+            # The loop has it now, and the caller would hold it as long as the run lasts.
+            resumed.state.clear()
+        run.facts |= {
+            "plan": msgspec.to_builtins(plan),
+            "sample_seeds": feed.seeds_samples,
+            "run": run_facts(setup, sampler),
+            "versions": versions(),
+            "ranks": ranks.gather(device_key(setup)),
+        }
+        # The first step starts with an empty cache, as a probe does.
+        device.release()
+        run.progress.doing("training: the first step")
+        return run.train(loop)
+
+
+FILLER_SAMPLES = 2
+"""Samples of a micro-batch that adds nothing to a batch: BatchNorm needs two."""
 
 
 def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> tuple[TrainState, Whole]:
@@ -429,7 +403,8 @@ def _open_train_state(setup: Setup, plan: Plan, meter: Meter, ranks: Ranks) -> t
         # Only here: importing FSDP takes a second.
         from autobatch.distributed.shard import shard_over
 
-        model, shared = shard_over(ranks, setup.model, plan.precision, device)
+        shared = shard_over(ranks, setup.model, plan.precision, device)
+        model = shared.model
     else:
         model, shared = setup.model.to(device), None
     settings = replace(setup, precision=plan.precision, knobs=plan.knobs)

@@ -42,7 +42,7 @@ def share() -> tuple[dict[str, list[float]], bool]:
     with torch.device("meta" if group.rank else "cpu"):
         model = built()
     torch.manual_seed(9)
-    made, _ = shard_over(group, model, "fp32", torch.device("cpu"))
+    made = shard_over(group, model, "fp32", torch.device("cpu")).model
     found = {name: whole(tensor) for name, tensor in [*made.named_parameters(), *made.named_buffers()]}
     is_tied = made.first.weight is made.again.weight
     group.close()

@@ -65,6 +65,6 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does(
     asked = as_options("fit", target_batch=7, steps=1)
     sampler = GlobalBatchSampler(samples=64, target_batch=7, seed=0, steps=1)
     monkeypatch.setattr(TrainingRun, "train", lambda _, loop: loop.train_state.meter.stats())
-    stats, _ = train_plan(setup, plan, sampler, TrainingRun(out=tmp_path, options=asked), Ranks())
+    stats = train_plan(setup, plan, sampler, TrainingRun(out=tmp_path, options=asked), Ranks())
     assert stats.peak_allocated_bytes > stats.allocated_bytes
     assert stats.reserved_bytes == 2 * MiB  # the segment of small blocks, which holds the model
