@@ -81,6 +81,8 @@ def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
             whole[name].loss += term.loss
             whole[name].count += term.count
     totals.terms = whole
+    by_optimizer = zip(*(own.norms for own in of_ranks if own.norms is not None), strict=True)
+    totals.norms = [math.hypot(*norms) for norms in by_optimizer] or None
 
 
 def sum_gradients(ranks: Ranks, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
@@ -169,8 +171,11 @@ class Whole:
         self.request.agree(signals)
         errors = [(own.size, rank, own) for rank, own in enumerate(of_ranks) if isinstance(own, OutOfMemory)]
         if isinstance(outcome, StepTotals) and not errors:
+            if not outcome.sizes:
+                # A loss scale begins with its first use, which a rank without samples does not have.
+                train_state.scaler.scale(torch.zeros((), device=train_state.device))
             sum_totals(outcome, of_ranks)
-            self._sum(train_state, outcome, of_ranks, gradients)
+            self._sum(train_state.gradients, gradients)
             return outcome
         # A rank that only leaves has no size.
         failed = [error for error in errors if error[0]]
@@ -183,18 +188,9 @@ class Whole:
             smaller=min(error.smaller for *_, error in failed),
         )
 
-    def _sum(
-        self,
-        train_state: TrainState,
-        totals: StepTotals,
-        of_ranks: Sequence[StepTotals],
-        gradients: Sequence[bytes],
-    ) -> None:
-        """Sum the gradients, or their norms, over the ranks."""
-        if not totals.sizes:
-            # A loss scale begins with its first use, which a rank without samples does not have.
-            train_state.scaler.scale(torch.zeros((), device=train_state.device))
-        sum_gradients(self.ranks, train_state.gradients, gradients)
+    def _sum(self, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
+        """Sum the gradients over the ranks, given for each rank which ones are `present`."""
+        sum_gradients(self.ranks, gradients, of_ranks)
 
 
 class Shared(Whole):
@@ -233,23 +229,15 @@ class Shared(Whole):
             outcome.norms = [float(norm_of(own)) if own else 0.0 for own in parts]
         return super().combine(train_state, outcome)
 
-    def _sum(
-        self,
-        train_state: TrainState,
-        totals: StepTotals,
-        of_ranks: Sequence[StepTotals],
-        gradients: Sequence[bytes],
-    ) -> None:
-        """Sum the norms; FSDP2 has summed the gradients.
+    def _sum(self, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
+        """Check that FSDP2 has summed the gradients.
 
         Raises:
-            InputError: FSDP2 has summed gradients of other parameters on each rank.
+            InputError: each rank has gradients of other parameters.
         """
-        if len(set(gradients)) > 1:
+        if len(set(of_ranks)) > 1:
             raise InputError(
                 "the loss gave gradients to other parameters on each rank, for example those of the experts "
                 "that its samples chose, and FSDP2 sums those of a shared model only if all ranks have them: "
                 "use --parallel replicate, or let every forward pass use every parameter"
             )
-        by_optimizer = zip(*(own.norms or [] for own in of_ranks), strict=True)
-        totals.norms = [math.hypot(*norms) for norms in by_optimizer]
