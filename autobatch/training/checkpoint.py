@@ -22,7 +22,7 @@ import itertools
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,14 +103,12 @@ def save_checkpoint(
     target = folder / f"step-{step:08d}"
     temporary = target.with_suffix(".tmp")
 
-    @_disk_named(target)
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         with replaced_file(temporary / STATE) as path, path.open("wb") as file:
             torch.save(plain, file)
 
-    @_disk_named(target)
     def publish() -> None:
         files = {STATE: file_entry(temporary / STATE), **of_ranks}
         write_atomic(temporary / MANIFEST, sealed({"step": step, "files": files, "facts": dict(facts)}))
@@ -132,30 +130,20 @@ def save_checkpoint(
             from autobatch.distributed.shard import write_shards
 
             assert isinstance(ranks, Group)
-            with _disk_named(target):
-                of_ranks = write_shards(temporary, shards, ranks)
+            of_ranks = write_shards(temporary, shards, ranks)
         ranks.once(publish)
-    except BaseException:
+    except BaseException as error:
         if not ranks.rank:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return target
-
-
-@contextlib.contextmanager
-def _disk_named(target: Path) -> Iterator[None]:
-    """Name the cause in the user's words if the system refused to write a checkpoint within the block."""
-    try:
-        yield
-    except Exception as error:
         # torch's own error does not name a full disk.
-        cause = error if isinstance(error, OSError) else error.__context__
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
         if not isinstance(cause, OSError):
             raise
         raise CheckpointError(
-            f"the checkpoint of step {step_of(target)} could not be written to {target.parent}: "
-            f"{cause.strerror or cause}. Free some space there; no earlier checkpoint is lost"
+            f"the checkpoint of step {step} could not be written to {folder}: {cause.strerror or cause}. "
+            "Free some space there; no earlier checkpoint is lost"
         ) from error
+    return target
 
 
 def _without_shards(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
