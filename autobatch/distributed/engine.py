@@ -85,28 +85,6 @@ def sum_totals(totals: StepTotals, of_ranks: Sequence[StepTotals]) -> None:
     totals.norms = [math.hypot(*norms) for norms in by_optimizer] or None
 
 
-def sum_gradients(ranks: Ranks, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
-    """Sum the gradients over the ranks in place, given for each rank which ones are `present`."""
-    dense = [
-        gradients.new_zeros(parameter) if gradient is None else gradient
-        for (parameter, gradient), *is_present in zip(gradients.by_parameter(), *of_ranks, strict=True)
-        if any(is_present)
-    ]
-    together, room = defaultdict[object, list[Tensor]](list), TOGETHER_BYTES
-    for number, gradient in enumerate(sorted(dense, key=Tensor.numel)):
-        room -= gradient.nbytes
-        together[(gradient.dtype, gradient.device) if room >= 0 else number].append(gradient)
-    whole = [
-        own[0].contiguous() if len(own) == 1 else torch.cat([gradient.flatten() for gradient in own])
-        for own in together.values()
-    ]
-    ranks.sum(whole, "sum the gradients")
-    for own, tensor in zip(together.values(), whole, strict=True):
-        if tensor is not own[0]:
-            parts = torch.split(tensor.flatten(), [gradient.numel() for gradient in own])
-            torch._foreach_copy_(own, [part.view(g.shape) for part, g in zip(parts, own, strict=True)])
-
-
 class DroppedError(AutobatchError):
     """This rank leaves a batch that it could train, because of a request to stop or of another rank."""
 
@@ -175,7 +153,7 @@ class Whole:
                 # A loss scale begins with its first use, which a rank without samples does not have.
                 train_state.scaler.scale(torch.zeros((), device=train_state.device))
             sum_totals(outcome, of_ranks)
-            self._sum(train_state.gradients, gradients)
+            self.sum_gradients(train_state.gradients, gradients)
             return outcome
         # A rank that only leaves has no size.
         failed = [error for error in errors if error[0]]
@@ -188,9 +166,26 @@ class Whole:
             smaller=min(error.smaller for *_, error in failed),
         )
 
-    def _sum(self, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
-        """Sum the gradients over the ranks, given for each rank which ones are `present`."""
-        sum_gradients(self.ranks, gradients, of_ranks)
+    def sum_gradients(self, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
+        """Sum the gradients over the ranks in place, given for each rank which ones are `present`."""
+        dense = [
+            gradients.new_zeros(parameter) if gradient is None else gradient
+            for (parameter, gradient), *is_present in zip(gradients.by_parameter(), *of_ranks, strict=True)
+            if any(is_present)
+        ]
+        together, room = defaultdict[object, list[Tensor]](list), TOGETHER_BYTES
+        for number, gradient in enumerate(sorted(dense, key=Tensor.numel)):
+            room -= gradient.nbytes
+            together[(gradient.dtype, gradient.device) if room >= 0 else number].append(gradient)
+        whole = [
+            own[0].contiguous() if len(own) == 1 else torch.cat([gradient.flatten() for gradient in own])
+            for own in together.values()
+        ]
+        self.ranks.sum(whole, "sum the gradients")
+        for own, tensor in zip(together.values(), whole, strict=True):
+            if tensor is not own[0]:
+                parts = torch.split(tensor.flatten(), [gradient.numel() for gradient in own])
+                torch._foreach_copy_(own, [part.view(g.shape) for part, g in zip(parts, own, strict=True)])
 
 
 class Shared(Whole):
@@ -229,7 +224,7 @@ class Shared(Whole):
             outcome.norms = [float(norm_of(own)) if own else 0.0 for own in parts]
         return super().combine(train_state, outcome)
 
-    def _sum(self, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
+    def sum_gradients(self, gradients: Gradients, of_ranks: Sequence[bytes]) -> None:
         """Check that FSDP2 has summed the gradients.
 
         Raises:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autobatch import InputError
 from autobatch.distributed import engine
-from autobatch.distributed.engine import present, sum_gradients
+from autobatch.distributed.engine import Whole, present
 from autobatch.distributed.ranks import Ranks
 from autobatch.step.gradients import Gradients
 
@@ -50,7 +50,7 @@ def test_gradients_are_summed_in_any_capacity(
     parameters, gradients = gradients_of([first, *[torch.float32] * 5])
     before = [None if one.grad is None else one.grad.clone() for one in parameters]
     ranks, of_others = Among(), bytes(number != NOBODYS for number in range(len(SIZES)))
-    sum_gradients(ranks, gradients, [present(gradients), of_others, of_others])
+    Whole(ranks).sum_gradients(gradients, [present(gradients), of_others, of_others])
     assert ranks.sums == messages + (together > 0 and first is not torch.float32)
     for number, (parameter, own) in enumerate(zip(parameters, before, strict=True)):
         if number == NOBODYS:
