@@ -14,7 +14,6 @@ each rank, and ``frozen`` and ``evaluated`` the names of the parameters and modu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -71,25 +70,23 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
     }
 
 
-def restore_loop(
-    loop: Loop, state: Mapping[str, Any], *, same_hardware: bool, folder: Path | None = None
-) -> list[str]:
-    """Restore a state that `capture_loop` returned, and return notes on how.
+def restore_loop(loop: Loop, resumed: Loaded, *, same_hardware: bool) -> list[str]:
+    """Restore the state of a checkpoint, as `capture_loop` returned it, and return notes on how.
 
     Args:
         loop: a loop of the same workload.
-        state: what `capture_loop` returned.
+        resumed: the checkpoint.
         same_hardware: also restore the micro-batch and the random states of the GPUs, so that the rest of the
             run is bit-exact. Otherwise the loop keeps its micro-batch, and the batches are still the same.
-        folder: of the checkpoint, which may have a part of the state; None if it has none.
 
     Raises:
         InputError: the state belongs to another model, optimizer or schedule.
         DoesNotFitError: memory runs out while it is restored.
     """
+    state = resumed.state
     with memory_named("the state of a checkpoint, which is intact, was loaded into the model"):
         try:
-            _restore_train_state(loop, _with_shards(loop, state, folder))
+            _restore_train_state(loop, _with_shards(loop, resumed))
             _restore_random(loop, state, same_hardware=same_hardware)
         except AutobatchError:
             raise
@@ -108,19 +105,18 @@ def restore_loop(
     return loop.sampler.load_state_dict(state["stream"])
 
 
-def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
-    """Return a state with all of its tensors, sharded as those of the loop."""
-    forms = state.get(SHARDED, {})
+def _with_shards(loop: Loop, resumed: Loaded) -> Mapping[str, Any]:
+    """Return the state of a checkpoint with all of its tensors, sharded as those of the loop."""
+    forms = resumed.state.get(SHARDED, {})
     if not forms:
-        return state
+        return resumed.state
     # Only here: one process needs no torch.distributed.
     from autobatch.distributed.shard import read_shards
 
-    assert folder is not None
     wanted = {name: tuple(form) for name, *form in forms.values()}
-    tensors = read_shards(folder, wanted, loop.train_state.model)
+    tensors = read_shards(resumed.path, wanted, loop.train_state.model)
     whole: dict[str, Any] = map_leaves(
-        {name: part for name, part in state.items() if name != SHARDED},
+        {name: part for name, part in resumed.state.items() if name != SHARDED},
         lambda place, leaf: tensors[forms[place][0]] if place in forms else leaf,
     )
     return whole

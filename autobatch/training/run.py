@@ -374,7 +374,7 @@ def train_plan(
         for line in check_validation(loop):
             run.note(line)
         if resumed is not None:
-            for line in restore_loop(loop, resumed.state, same_hardware=run.is_exact, folder=resumed.path):
+            for line in restore_loop(loop, resumed, same_hardware=run.is_exact):
                 run.progress.note(line)
             # The loop has it now, and the caller would hold it as long as the run lasts.
             resumed.state.clear()

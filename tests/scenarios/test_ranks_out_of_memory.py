@@ -142,7 +142,7 @@ def train_smaller(kind: str, out: str | None, limit: int) -> tuple[Tensor, int]:
         list(loop.run())
     else:
         resumed = load_newest(Path(out) / "checkpoints", group)
-        restore_loop(loop, resumed.state, same_hardware=True, folder=resumed.path)
+        restore_loop(loop, resumed, same_hardware=True)
         train(loop, settings(Path(out), resumed=resumed, **SAVED))
     parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in loop.train_state.model.parameters()]
     group.close()

@@ -53,7 +53,7 @@ def resume(folder: Path, workers: int | None) -> None:
     saved = folder / "checkpoints"
     resumed = load_newest(saved) if list_checkpoints(saved) else None
     if resumed is not None:
-        restore_loop(loop, resumed.state, same_hardware=True)
+        restore_loop(loop, resumed, same_hardware=True)
     run = settings(folder, resumed=resumed, checkpoint_every=1, keep_last=2)
     seeded = {"workers": workers or 0, "seeds_samples": workers is not None}
     loop.feed = Feed(workload, loop.sampler, loop.split, **seeded)

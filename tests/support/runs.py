@@ -56,7 +56,7 @@ def resume(out: Path, workload: Workload | None = None, **options: Any) -> tuple
     """Resume a run on the same hardware and train it to its end."""
     loop = open_loop(workload, **options)
     resumed = load_newest(out / "checkpoints")
-    restore_loop(loop, resumed.state, same_hardware=True)
+    restore_loop(loop, resumed, same_hardware=True)
     return loop, train(loop, settings(out, resumed=resumed))
 
 

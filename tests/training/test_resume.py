@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autobatch import DoesNotFitError, InputError
-from autobatch.training.checkpoint import load_newest, save_checkpoint
+from autobatch.training.checkpoint import Loaded, load_newest, save_checkpoint
 from autobatch.training.resume import capture_loop, restore_loop
 from tests.support.checkpoints import save
 from tests.support.faults import Fault
@@ -51,7 +51,7 @@ def test_a_resume_at_any_step_is_bit_exact(kind: str, tmp_path: Path) -> None:
         np.random.seed(step)
         random.seed(step)
         loaded = load_newest(tmp_path / f"{step}/checkpoints")
-        restore_loop(loop, loaded.state, same_hardware=True)
+        restore_loop(loop, loaded, same_hardware=True)
         assert len(list(loop.run())) == STEPS - step
         assert all_of(loop) == expected, f"resumed at step {step}"
         assert loop.steps_applied == straight.steps_applied
@@ -61,18 +61,18 @@ def test_memory_that_runs_out_at_any_tensor_operation_of_a_resume_is_no_other_mo
     kind = "augmented, averaged"
     loop = open_loop(kind)
     next(loop.run())
-    state = copy.deepcopy(capture_loop(loop))
+    resumed = Loaded(Path(), copy.deepcopy(capture_loop(loop)), {}, [])
     fresh = open_loop(kind)
     with Fault() as fault:
         fault.armed = True
-        restore_loop(fresh, state, same_hardware=True)
+        restore_loop(fresh, resumed, same_hardware=True)
     assert fault.count >= 5
     for operation in range(fault.count):
         fresh = open_loop(kind)
         with Fault(operation) as fault:
             fault.armed = True
             with pytest.raises(DoesNotFitError, match="the state of a checkpoint"):
-                restore_loop(fresh, state, same_hardware=True)
+                restore_loop(fresh, resumed, same_hardware=True)
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_kill_loses_no_checkpoint(server: RankServer, tmp_path: Path, rank: in
     if list(tmp_path.glob("acknowledged-*")):
         assert found.path.name == "step-00000002"
     alone = make_loop(block_workload(), ema=0.9)
-    restore_loop(alone, found.state, same_hardware=False, folder=found.path)
+    restore_loop(alone, found, same_hardware=False)
     assert contents(alone)
 
 
