@@ -190,8 +190,8 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
     """Build the optimizers of a model, ready to train.
 
     Raises:
-        InputError: ``Workload(optimizer=…)`` returns no optimizer, one whose step runs the loss again, or one
-            with other weights for its evaluation.
+        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one with other weights for its
+            evaluation.
     """
     with user_code("optimizer", workload.optimizer):
         optimizers = _call(workload, model, learning_rate)
@@ -200,15 +200,6 @@ def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float)
                 raise InputError(
                     "Workload(optimizer=…) must return a torch.optim.Optimizer or a list of them, found "
                     f"{kind_of(optimizer)}"
-                )
-            closure = inspect.signature(optimizer.step).parameters.get("closure")
-            needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-            if needs_closure or hasattr(optimizer, "first_step"):  # as LBFGS, or as SAM
-                raise InputError(
-                    f"{type(optimizer).__name__} runs the loss of the whole batch again within its step, and "
-                    "a batch in micro-batches has no such loss: use an optimizer whose step() takes no "
-                    "closure, for example AdamW or Muon, or two autobatch.batches in your own loop "
-                    "(docs/loops.md)"
                 )
             if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
                 raise InputError(
