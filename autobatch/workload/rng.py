@@ -75,8 +75,8 @@ def restore_random_state(state: RandomState) -> None:
             torch.cuda.set_rng_state_all(state.cuda)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed all generators.
+def seed_everything(seed: int, *, gpus: bool = True) -> None:
+    """Seed all generators, or all but those of the GPUs.
 
     In a process that has not used CUDA, `torch.manual_seed` formats and keeps three stack traces in each call
     (``_lazy_call`` in torch/cuda/__init__.py, and its like for XPU and MTIA), which takes a hundred times as
@@ -85,7 +85,7 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
+    if gpus and torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
 
 
@@ -115,11 +115,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 def seed_cpu(*numbers: int) -> None:
     """Seed the generators of the CPU from a hash of numbers."""
-    seed = mix_seed(*numbers)
-    random.seed(seed)
-    np.random.seed([seed % 2**32, seed >> 32])
-    # torch.manual_seed would seed the GPUs too.
-    torch.default_generator.manual_seed(seed)
+    seed_everything(mix_seed(*numbers), gpus=False)
 
 
 @contextmanager
