@@ -75,28 +75,23 @@ class MicroBatches(Dataset[Any]):
         """
         if self._seed is None:
             return collate_samples(fetch(self._data, part.ids), self._collate)
+        samples: list[Any] = []
         with preserved_random_state(gpus=False):
-            return self._load_seeded(self._seed, part)
+            for place, sample in zip(part.places, part.ids, strict=True):
+                seed_cpu(self._seed, part.batch_index, place, sample)
+                # One at a time, even from data that can fetch many at once (``__getitems__``).
+                samples += fetch(self._data, [sample])
+            seed_cpu(self._seed, part.batch_index, part.places[0], COLLATING)
+            return collate_samples(samples, self._collate)
 
     def __getitem__(self, part: MicroBatchIds) -> Collated | AutobatchError:
         """Return a micro-batch in a worker, or the error that prevented it, of which torch keeps no notes."""
-        assert self._seed is not None
         try:
-            return self._load_seeded(self._seed, part)
+            return self.load(part)
         except (Exception, SystemExit) as error:
             if classify(error) is not Verdict.NONE:
                 raise  # torch sends its type and text to the loop, and the recovery needs both
             return to_picklable(error)
-
-    def _load_seeded(self, seed: int, part: MicroBatchIds) -> Collated:
-        """Collate a micro-batch with a seed for every sample."""
-        samples: list[Any] = []
-        for place, sample in zip(part.places, part.ids, strict=True):
-            seed_cpu(seed, part.batch_index, place, sample)
-            # One at a time, even from data that can fetch many at once (``__getitems__``).
-            samples += fetch(self._data, [sample])
-        seed_cpu(seed, part.batch_index, part.places[0], COLLATING)
-        return collate_samples(samples, self._collate)
 
 
 class Feed:
