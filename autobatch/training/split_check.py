@@ -37,7 +37,7 @@ from autobatch.step.loss import divisor_and_items, read_totals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_step import accumulate
 from autobatch.workload.contract import Collated, WholeBatchLoss
-from autobatch.workload.data import collate_samples, digest_of, elements, fetch, shallow_copies
+from autobatch.workload.data import collate_samples, digest_of, elements, fetch
 from autobatch.workload.nested import cut, map_tensors
 from autobatch.workload.order import GlobalBatchSampler, epoch_of, permutation
 from autobatch.workload.rng import preserved_random_state, seed_everything
@@ -142,7 +142,8 @@ def _compare(setup: Setup, samples: list[Any]) -> Finding:
 
     def collated(some: list[Any], seed: int = 1) -> Collated:
         seed_everything(seed)
-        return collate_samples(shallow_copies(some), setup.workload.collate)
+        # Shallow copies, because a collate function may take entries out of its samples.
+        return collate_samples([copy.copy(sample) for sample in some], setup.workload.collate)
 
     count = max(2, min(PARTS, size // 2))
     places = [slice(*ends) for ends in pairwise(size * part // count for part in range(count + 1))]

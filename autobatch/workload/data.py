@@ -10,11 +10,10 @@ If the readings differ, the values are random by nature, and nothing is claimed 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import chain, cycle, islice
 from typing import Any
@@ -68,11 +67,6 @@ def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[An
     except (Exception, SystemExit) as error:
         mark_user_error(error, name if index is None else f"{name}[{index}]")
         raise
-
-
-def shallow_copies(samples: Sequence[Any]) -> list[Any]:
-    """Copy samples for a collate function, which may take entries out of them."""
-    return [copy.copy(sample) if isinstance(sample, MutableMapping | list) else sample for sample in samples]
 
 
 def collate_samples(samples: list[Any], collate: Callable[[list[Any]], Collated] | None) -> Collated:
@@ -220,11 +214,6 @@ class DataDigest(Record, frozen=True, kw_only=True):
     machine: str
     """Processor and version of torch that computed them."""
 
-    def is_same(self, other: DataDigest) -> bool:
-        """Return whether both may be of the same data."""
-        is_comparable = self.machine == other.machine
-        return self.samples == other.samples and (self.values == other.values or not is_comparable)
-
 
 def digest_data(data: Any) -> DataDigest | None:
     """Read a few samples of map-style data, and leave the generators as they were.
@@ -250,7 +239,10 @@ def check_same_data(digests: Sequence[DataDigest | None], whose: Sequence[str]) 
     """
     first = digests[0]
     for digest, name in zip(digests[1:], whose[1:], strict=True):
-        if first is not None and digest is not None and not digest.is_same(first):
+        if first is None or digest is None:
+            continue
+        has_other_values = digest.machine == first.machine and digest.values != first.values
+        if digest.samples != first.samples or has_other_values:
             raise InputError(
                 f"the training data of {name} are not those of {whose[0]} in number, values or order "
                 f"({digest.samples:,} samples, and {first.samples:,}). Usual causes: files that are listed "
