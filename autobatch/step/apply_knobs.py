@@ -61,8 +61,6 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
         return loss
 
     def run(temporary_weights: nn.Module, batch: Collated) -> LossValue:
-        if not torch.is_grad_enabled():
-            return loss(temporary_weights, batch)
         if to_layout:
             batch = map_tensors(batch, _to_channels_last)
         with _replaced_forwards(forwards):
