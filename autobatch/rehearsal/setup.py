@@ -28,7 +28,7 @@ from autobatch.workload import demo
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.data import DataDigest, WorstCaseSampler, digest_data
 from autobatch.workload.nested import tensors_of
-from autobatch.workload.order import epoch_of
+from autobatch.workload.order import sampler_of
 from autobatch.workload.rng import preserved_random_state, seeded
 from autobatch.workload.streams import ENDLESS, Prefix, scanned, stream_notes
 from autobatch.workload.user_code import user_code
@@ -211,7 +211,7 @@ def describe_setup(setup: Setup) -> SetupInfo:
         device=device,
         key=key,
         samples=ENDLESS if isinstance(workload.train_data, Prefix) else len(workload.train_data),
-        epoch_samples=None if setup.stream is not None else epoch_of(workload, 0)[0],
+        epoch_samples=None if setup.stream is not None else sampler_of(workload, 1).samples,
         workers=workload.workers,
         learning_rate=workload.learning_rate,
         base_batch=workload.base_batch,

@@ -46,7 +46,7 @@ from autobatch.rehearsal.process import ChildCrashed, SetupProcess, ThisProcess
 from autobatch.rehearsal.rehearsal import Outcome, attempt, batch_of, rehearse
 from autobatch.rehearsal.setup import KeyValue, Setup
 from autobatch.search.probe import FIRST, Limit, SavedLimit, find_largest
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, Split, epoch_of
+from autobatch.workload.order import GlobalBatch, Split, sampler_of
 
 _LOG = logging.getLogger(__name__)
 STATE_COPIES = 4
@@ -307,15 +307,11 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
 
 def batches_to_run(setup: Setup, samples: int, seed: int) -> list[GlobalBatch]:
     """Return the first batches of a run and its heaviest; of a stream, twice as many of the first."""
-    epoch, order = epoch_of(setup.workload, seed)
     sizes = None if setup.stream is not None else setup.worst_case.sizes()
-    run = GlobalBatchSampler(
-        samples=epoch,
-        target_batch=samples,
-        seed=seed,
-        steps=max(2 * BATCHES, min(epoch, MOST_SAMPLES) // samples),
-        order=order if setup.stream is None else lambda _: np.arange(epoch),
-    )
+    run = sampler_of(setup.workload, samples, seed)
+    run.steps = max(2 * BATCHES, min(run.samples, MOST_SAMPLES) // samples)
+    if setup.stream is not None:
+        run.order = lambda _: np.arange(run.samples)
     if sizes is None:
         return list(islice(run.batches(), 2 * BATCHES))
     heaviest = heapq.nlargest(BATCHES, run.batches(BATCHES), key=lambda batch: sizes[batch.ids].sum())

@@ -39,7 +39,7 @@ from autobatch.step.train_step import accumulate
 from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.data import collate_samples, digest_of, elements, fetch
 from autobatch.workload.nested import cut, map_tensors
-from autobatch.workload.order import GlobalBatchSampler, epoch_of, permutation
+from autobatch.workload.order import GlobalBatchSampler, sampler_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import describe
 
@@ -104,9 +104,8 @@ def examine_run(setup: Setup, micro_batch: int, target_batch: int, seed: int = 0
         target_batch: samples of an optimizer step.
         seed: of the run.
     """
-    samples, order = epoch_of(setup.workload, seed)
-    drawn = permutation(samples, seed, 0) if order is None else order(0)
-    return examine(setup, micro_batch, list(dict.fromkeys(drawn[:target_batch].tolist())))
+    first = next(sampler_of(setup.workload, target_batch, seed, steps=1).batches())
+    return examine(setup, micro_batch, list(dict.fromkeys(first.ids)))
 
 
 def examine(setup: Setup, micro_batch: int, ids: Sequence[int]) -> Finding:

@@ -28,9 +28,8 @@ from autobatch.rehearsal.process import ChildCrashed, SetupProcess
 from autobatch.rehearsal.rehearsal import Batch, Outcome, Step, attempt, batch_of, rehearse
 from autobatch.rehearsal.setup import Setup, with_knobs
 from autobatch.step.whole_batch import batch_samples
-from autobatch.workload.contract import Workload
 from autobatch.workload.feed import AHEAD, Feed
-from autobatch.workload.order import GlobalBatchSampler, Split, epoch_of
+from autobatch.workload.order import Split, sampler_of
 from autobatch.workload.rng import seed_everything
 
 ROUNDS = 9
@@ -169,9 +168,9 @@ def time_steps(setup: Setup, sizes: list[int], workers: int) -> float:
 
     def batches() -> Generator[Batch]:
         for each in warm_up:
-            for batch in draw(setup.workload, each, steps=1).batches():
+            for batch in sampler_of(setup.workload, each, steps=1).batches():
                 yield batch_of(setup.workload, Split().parts(batch, each))
-        drawn = draw(setup.workload, size * in_a_step)
+        drawn = sampler_of(setup.workload, size * in_a_step, steps=ENDLESS)
         feed = Feed(setup.workload, drawn, Split(), workers=workers, device=setup.device.torch_device)
         with closing(feed):
             start = setup.clock()
@@ -208,7 +207,7 @@ def short_run(setup: Setup, plan: Plan, seed: int, steps: int) -> float:
 
     def batches() -> Iterator[Batch]:
         seed_everything(seed)
-        for batch in draw(setup.workload, plan.target_batch, seed, steps).batches():
+        for batch in sampler_of(setup.workload, plan.target_batch, seed, steps).batches():
             yield batch_of(setup.workload, Split(multiple=plan.multiple).parts(batch, plan.micro_batch))
 
     steps_taken = rehearsed(setup, batches(), learning_rate=plan.learning_rate)
@@ -226,9 +225,3 @@ def rehearsed(setup: Setup, batches: Iterable[Batch], learning_rate: float | Non
     if rehearsal.reason is not None:
         raise Infeasible(rehearsal.reason)
     return rehearsal.steps
-
-
-def draw(workload: Workload, size: int, seed: int = 0, steps: int = ENDLESS) -> GlobalBatchSampler:
-    """Return batches of a workload in its order, as a run with this seed draws them."""
-    samples, order = epoch_of(workload, seed)
-    return GlobalBatchSampler(samples=samples, target_batch=size, seed=seed, steps=steps, order=order)

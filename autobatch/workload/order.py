@@ -115,18 +115,21 @@ class GlobalBatchSampler:
         return []
 
 
-def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:
-    """Return the samples of an epoch, and the order that a sampler of the user's draws for each epoch.
-
-    The order is None for a permutation per epoch.
+def sampler_of(
+    workload: Workload, target_batch: int, seed: int = 0, steps: int | None = None, epochs: int | None = None
+) -> GlobalBatchSampler:
+    """Return the batches of a run over data with an index, in the order that a sampler of the user's draws.
 
     Raises:
         InputError: the sampler never ends, or yields nothing or no index of the data. The order raises it,
             too, if an epoch has another number of samples than the first one.
     """
     count, sampler = len(workload.train_data), workload.sampler
+    batches = GlobalBatchSampler(
+        samples=count, target_batch=target_batch, seed=seed, steps=steps, epochs=epochs
+    )
     if sampler is None:
-        return count, None
+        return batches
 
     @lru_cache(maxsize=2)
     def order(epoch: int) -> Integers:
@@ -154,7 +157,8 @@ def epoch_of(workload: Workload, seed: int) -> tuple[int, Order | None]:
             )
         return np.array(indices)
 
-    return len(order(0)), order
+    batches.samples, batches.order = len(order(0)), order
+    return batches
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Integers:

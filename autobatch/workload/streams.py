@@ -24,7 +24,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.workload.contract import Workload, is_stream, kind_of
 from autobatch.workload.data import digest_of
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, epoch_of
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, sampler_of
 from autobatch.workload.rng import (
     RandomState,
     capture_random_state,
@@ -244,8 +244,7 @@ def open_sampler(workload: Workload, stream: Any, options: Options, share: Share
         name: getattr(options, name) for name in ("target_batch", "seed", "steps", "epochs")
     }
     if stream is None:
-        samples, order = epoch_of(workload, options.seed)
-        return GlobalBatchSampler(**lengths, samples=samples, order=order)
+        return sampler_of(workload, **lengths)
     return StreamSampler(**lengths, samples=length_of_stream(options.steps), stream=stream, share=share)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
 
 from autobatch import InputError
-from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, epoch_of, permutation
+from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, permutation, sampler_of
 from tests.support.training import make_workload
 
 
@@ -88,7 +88,7 @@ class Shuffled:
 
 
 def order_of(sampler: Any, seed: int = 0) -> Any:
-    return epoch_of(make_workload(train_data=range(12), sampler=sampler), seed)[1]
+    return sampler_of(make_workload(train_data=range(12), sampler=sampler), 4, seed).order
 
 
 @pytest.mark.parametrize(
