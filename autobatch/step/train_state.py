@@ -241,27 +241,22 @@ def _call(workload: Workload, model: nn.Module, learning_rate: float) -> tuple[A
 class WeightAverage:
     """The averages of trained parameters, each starting at its weight.
 
-    Buffers are not averaged: running statistics are averages already. A frozen parameter costs nothing; its
-    average starts at the first step that finds it unfrozen.
+    Buffers are not averaged: running statistics are averages already. That of a frozen parameter is itself.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
         self.decay = decay
         self._parameters = list(parameters)
-        self._averages: dict[nn.Parameter, Tensor] = {}
-        self._start_missing()
-
-    def _start_missing(self) -> None:
-        for parameter in self._parameters:
-            if parameter.requires_grad and parameter not in self._averages:
-                self._averages[parameter] = _wide_copy(parameter)
+        self._averages = [
+            parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+            for parameter in parameters
+        ]
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the weights, without waiting for the device."""
-        self._start_missing()
         move = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
-        averages, weights = local_parts([*self._averages.values()]), local_parts([*self._averages])
+        averages, weights = local_parts(self._averages), local_parts([*self._parameters])
         same = [pair for pair in zip(averages, weights, strict=True) if pair[0].dtype == pair[1].dtype]
         if same:
             move(*map(list, zip(*same, strict=True)), 0)
@@ -273,10 +268,10 @@ class WeightAverage:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Replace the values of the weights by the averages, rounded to their types, within the block."""
-        weights = local_parts([parameter.detach() for parameter in self._averages])
+        weights = local_parts([parameter.detach() for parameter in self._parameters])
         saved = [weight.clone() for weight in weights]
         try:
-            for weight, average in zip(weights, local_parts([*self._averages.values()]), strict=True):
+            for weight, average in zip(weights, local_parts(self._averages), strict=True):
                 weight.copy_(average)
             yield
         finally:
@@ -284,16 +279,11 @@ class WeightAverage:
                 weight.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the decay and one average per parameter, None for a parameter frozen so far."""
-        return {"decay": self.decay, "averages": [self._averages.get(p) for p in self._parameters]}
+        """Return the decay and one average per parameter."""
+        return {"decay": self.decay, "averages": self._averages}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the averages by those that `state_dict` returned for the same parameters."""
-        pairs = zip(self._parameters, state["averages"], strict=True)
-        self._averages = {p: _wide_copy(p).copy_(saved) for p, saved in pairs if saved is not None}
-
-
-def _wide_copy(parameter: nn.Parameter) -> Tensor:
-    """Copy a parameter to float32 at least, in the same layout."""
-    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        for average, saved in zip(self._averages, state["averages"], strict=True):
+            average.copy_(saved)

@@ -205,8 +205,7 @@ def weights(model: nn.Module) -> Tensor:
 
 def averages(average: Any) -> list[Tensor]:
     """Return the averages of the weights that a train state keeps; empty if it keeps none."""
-    found = [] if average is None else average.state_dict()["averages"]
-    return [tensor for tensor in found if tensor is not None]
+    return [] if average is None else average.state_dict()["averages"]
 
 
 def then(optimizer: Callable[..., Any], after_step: Callable[[Any], object]) -> Callable[..., Any]:
