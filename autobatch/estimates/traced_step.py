@@ -42,6 +42,7 @@ from autobatch.estimates.copies import run_in_copies
 from autobatch.estimates.policy import Capability, as_on_cuda, cuda_policy
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.rehearsal.setup import Setup
+from autobatch.step.gradients import parameters_of
 from autobatch.step.train_state import Passes, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
@@ -300,7 +301,7 @@ def _build(step: TracedStep, model: nn.Module, recorder: Recorder, sharding: Sha
             sharded = sharding(model, step.setup.precision)
     workload, host = step.setup.workload, torch.device("cpu")
     train_state = build_train_state(workload, model, host, step.setup, recorder)
-    if {*map(id, train_state.parameters)}.isdisjoint(map(id, model.parameters())):
+    if parameters_of(train_state.optimizers).keys().isdisjoint(model.parameters()):
         raise RuntimeError("the optimizer is that of another model, which a trace must not train")
     for optimizer in train_state.optimizers:
         # Torch's check for CUDA graphs asks the current GPU (torch/optim/optimizer.py), and so opens a

@@ -287,7 +287,7 @@ def batches(
     split = split_of(plan, WorstCaseSampler(known, seed=seed).sizes, rank=ranks.rank, world=ranks.world)
     state = _train_state_of(known, plan, optimizers, scaler)
     if ranks.world > 1:
-        weights = [parameter.detach().double() for parameter in state.parameters]
+        weights = [parameter.detach().double() for parameter in state.model.parameters()]
         held = f"{sum(weight.numel() for weight in weights):,} of norm {float(norm_of(weights)):.12g}"
         ranks.check_equal({"weights before the first step (seed all ranks alike)": held})
     engine = Whole(ranks, state)
@@ -355,7 +355,6 @@ def _train_state_of(
         model=parameters,
         loss=workload.loss,  # runs in the user's loop
         optimizers=optimizers,
-        parameters=list(parameters),
         device=torch.device("cpu"),
         precision="fp32",
         scaler=scaler or torch.amp.GradScaler("cpu", enabled=False),

@@ -27,6 +27,7 @@ from autobatch.device.base import Meter, followed_modules
 from autobatch.device.oom import Verdict, classify, first_line, is_below_budget, requested_bytes
 from autobatch.device.trace import Trace
 from autobatch.rehearsal.setup import Setup
+from autobatch.step.gradients import parameters_of
 from autobatch.step.restore import temporary_state, temporary_weights
 from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import StepResult, accumulate, finish
@@ -175,7 +176,7 @@ def on_copies(setup: Setup, meter: Meter, *, learning_rate: float | None = None)
 def _step_anyway(train_state: TrainState) -> None:
     """Make the optimizers' state appear although a step without counted items, or an overflow, skipped it."""
     train_state.meter.mark("optimizer")
-    for parameter in train_state.parameters:
+    for parameter in parameters_of(train_state.optimizers):
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     with user_code("optimizer"):
         for optimizer in train_state.optimizers:

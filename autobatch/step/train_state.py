@@ -7,7 +7,7 @@ Averages are kept in float32 at least, because bf16 would lose an update of 0.00
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,8 +41,6 @@ class TrainState:
     model: nn.Module
     loss: LossFunction
     optimizers: Optimizers
-    parameters: list[nn.Parameter]
-    """Parameters that the optimizers train, each once."""
     device: torch.device
     precision: Precision
     scaler: torch.amp.GradScaler
@@ -160,13 +158,11 @@ def build_train_state(
     rate = workload.learning_rate if learning_rate is None else learning_rate
     optimizers = build_optimizers(workload, model, rate)
     apply_implementation(optimizers, knobs)
-    parameters = list(parameters_of(optimizers))
     return TrainState(
         model=model,
         loss=apply_forward(workload.loss, model, knobs),
         counts=None if workload.counts is None else CountsAhead(workload.counts),
         optimizers=optimizers,
-        parameters=parameters,
         device=device,
         precision=precision,
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
@@ -175,7 +171,7 @@ def build_train_state(
         # Both passes over a batch must see the same buffers.
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
         meter=meter,
-        average=None if settings.ema is None else WeightAverage(parameters, settings.ema),
+        average=None if settings.ema is None else WeightAverage(parameters_of(optimizers), settings.ema),
     )
 
 
@@ -244,12 +240,12 @@ class WeightAverage:
     Buffers are not averaged: running statistics are averages already. That of a frozen parameter is itself.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
         self.decay = decay
         self._parameters = list(parameters)
         self._averages = [
             parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
-            for parameter in parameters
+            for parameter in self._parameters
         ]
 
     @torch.no_grad()
