@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import autobatch
 from autobatch import InputError
 from autobatch.cli import main as cli
 from autobatch.cli.output import SafeStream, Terminated, describe_failure
@@ -54,28 +55,20 @@ def a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
-def small_fit(folder: Path, expression: str) -> Any:
-    """Train a workload here, as a library call does."""
-    import autobatch
-
-    path = folder / "train.py"
-    path.write_text(f"{SMALL}{BROKEN}\ndef made():\n    return {expression}\n")
-    sys.modules.pop("train", None)
-    options = {"target_batch": 4, "steps": 2, "trials": 0, "memory_budget": "64MiB", "device": "cpu"}
-    return autobatch.fit(f"{path}:made", out=folder / "out", **options)
-
-
 @pytest.mark.parametrize(("made", "said"), [*((PARTS[part], part) for part in PARTS), *WRONG.items()])
 def test_an_error_in_the_workload_is_one_line_that_names_its_part(
     made: str, said: str, tmp_path: Path
 ) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"{SMALL}{BROKEN}\ndef made():\n    return {made}\n")
+    sys.modules.pop("train", None)
+    options: dict[str, Any] = {"target_batch": 4, "steps": 2, "trials": 0, "memory_budget": "64MiB"}
     with pytest.raises((OSError, InputError)) as found:
-        small_fit(tmp_path, made)
+        autobatch.fit(f"{path}:made", out=tmp_path / "out", device="cpu", **options)
     report = line, code, _ = describe_failure(found.value)
     if said in PARTS:
-        number = (tmp_path / "train.py").read_text().partition("  # here")[0].count("\n") + 1
-        place = f"{tmp_path / 'train.py'}:{number}"
-        assert report == (f"the workload's {said} raised OSError: [Errno 5] mine ({place})", 2, True)
+        number = path.read_text().partition("  # here")[0].count("\n") + 1
+        assert report == (f"the workload's {said} raised OSError: [Errno 5] mine ({path}:{number})", 2, True)
     else:
         assert (said in line, code, line.count("\n")) == (True, 2, 0)
 
@@ -106,23 +99,6 @@ def test_every_failure_has_its_message_and_exit_code(error: BaseException, code:
     assert line.startswith(said)
     assert line.isprintable()
     assert len(line) <= 2000
-
-
-def test_the_log_of_a_failure_is_in_the_data_directory_if_it_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "broken.py").write_text("def workload():\n    raise ValueError('mine')\n")
-    words = ["estimate", str(tmp_path / "broken.py"), "--profile", "t4"]
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
-    assert cli.run(words) == 2
-    (log,) = (tmp_path / "home" / "logs").iterdir()
-    assert capsys.readouterr().err.endswith(f"; full traceback: {log}\n")
-    assert "ValueError: mine" in log.read_text()
-    assert log.read_text().splitlines()[0].endswith(f"autobatch estimate {words[1]} --profile t4")
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "file"))
-    assert cli.run(words) == 2
-    assert capsys.readouterr().err.endswith("; for the traceback add --verbose\n")
 
 
 @pytest.fixture

@@ -62,22 +62,29 @@ def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: P
 
 
 @pytest.mark.usefixtures("warm_children")
-def test_an_error_in_the_workload_is_one_line_that_names_the_log(
-    tmp_path: Path, train: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_error_in_the_workload_is_one_line_that_names_the_log_if_it_can_be_written(
+    tmp_path: Path,
+    train: Path,
+    own_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     train.write_text(SMALL + "\ndef broken():\n    return small(loss=lambda model, batch: 1 / 0)\n")
-    code = cli.run(["fit", "train.py:broken", *map(str, FIT[2:]), "--out", "out"])
-    line = one_line(Ran(code, "", capsys.readouterr().err), 2)
+    words = ["fit", "train.py:broken", *map(str, FIT[2:]), "--out", "out"]
+    line = one_line(Ran(cli.run(words), "", capsys.readouterr().err), 2)
     place = f"{train}:{len(train.read_text().splitlines())}"
     raised = "the workload's loss raised ZeroDivisionError: division by zero"
     said, _, log_file = line.partition("; full traceback: ")
     assert said == f"{raised} ({place})"
+    assert [*(own_home / "logs").iterdir()] == [Path(log_file)]
     log = Path(log_file).read_text()
     assert "Traceback (most recent call last)" in log
     assert f'File "{train}", line' in log
-    assert "autobatch fit train.py:broken" in log
+    assert log.splitlines()[0].endswith(f"autobatch {' '.join(words)}")
     assert not (tmp_path / "out").exists(), "nothing was written"
+    monkeypatch.setenv("AUTOBATCH_HOME", str(train))
+    assert one_line(Ran(cli.run(words), "", capsys.readouterr().err), 2).endswith("add --verbose")
 
 
 def started(folder: Path, *words: object, until: Path) -> subprocess.Popen[str]:
