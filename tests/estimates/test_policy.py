@@ -16,12 +16,6 @@ HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.fixture
-def on_gpu():
-    with FakeTensorMode(), policy.cuda_policy((8, 0)):
-        yield
-
-
 @pytest.mark.skipif(not HEADER.is_file(), reason="this torch comes without its headers")
 @pytest.mark.parametrize(
     ("macro", "names"),
@@ -51,17 +45,17 @@ def test_lists_are_those_of_torch(macro, names):
     assert {name for name in names if f"aten::{name}" in known} <= listed | {"rms_norm"}
 
 
-@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("low", "steps"), [(fp16, ["LogSoftmax"]), (bf16, ["LogSoftmax", "ToCopy"])])
 def test_softmax_of_fp16_needs_no_copy_in_fp32(low, steps):
-    x = torch.randn(4, 8, dtype=low, requires_grad=True)
-    with torch.autocast("cpu", dtype=low):
-        y = x.log_softmax(-1)
-    assert y.dtype is fp32
-    nodes = [y.grad_fn, *(node for node, _ in y.grad_fn.next_functions)][: len(steps)]
-    assert [node.name().removesuffix("Backward0") for node in nodes] == steps
-    y.sum().backward()
-    assert x.grad.dtype is low
+    with FakeTensorMode(), policy.cuda_policy((8, 0)):
+        x = torch.randn(4, 8, dtype=low, requires_grad=True)
+        with torch.autocast("cpu", dtype=low):
+            y = x.log_softmax(-1)
+        assert y.dtype is fp32
+        nodes = [y.grad_fn, *(node for node, _ in y.grad_fn.next_functions)][: len(steps)]
+        assert [node.name().removesuffix("Backward0") for node in nodes] == steps
+        y.sum().backward()
+        assert x.grad.dtype is low
 
 
 def test_the_policy_of_the_cpu_is_restored():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,14 @@ from autobatch import Loss, Workload
 from autobatch.estimates.traced_step import TracedStep
 from autobatch.rehearsal.setup import Setup
 from benchmarks.workloads import Gpt
-from tests.support.training import Rows, adamw, make_setup, make_workload
+from tests.support.probes import work
+from tests.support.training import Rows, adamw, make_setup
 
 TOKENS = list(torch.arange(64 * 17).view(64, 17) % 61)
 """Sequences of 17 tokens."""
 IMAGES = Rows(torch.randn(64, 3, 12, 12, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 5)
 """Small images of 5 classes."""
+make = partial(work, train_data=IMAGES)
 setup = partial(make_setup, max_grad_norm=1.0)
 
 
@@ -55,11 +56,6 @@ def perceptron():
     return nn.Sequential(nn.Flatten(), nn.Linear(432, 48), nn.GELU(), nn.Dropout(0.1), nn.Linear(48, 5))
 
 
-def make(model: Callable[[], nn.Module], **fields: Any) -> Workload:
-    known = {"train_data": IMAGES, "optimizer": adamw, "learning_rate": 1e-3}
-    return make_workload(**{"model": model, **known, **fields})
-
-
 def transformer(optimizer: Any = adamw, *, depth: int = 2, recompute: bool = False) -> Workload:
     model = partial(Gpt, 16, depth, vocabulary=61, recompute=recompute)
     return make(model, train_data=TOKENS, loss=token_loss, optimizer=optimizer)
@@ -73,8 +69,6 @@ WORKLOADS = {
 }
 
 
-def traced_step(
-    of: Setup, *, capability: tuple[int, int] | None = None, steps: Sequence[int] = (1, 2)
-) -> TracedStep:
+def traced_step(of: Setup, *, capability: tuple[int, int] | None = None, **fields: Any) -> TracedStep:
     """Return what traces the steps of a setup on fakes; None for the operators of the CPU."""
-    return TracedStep(setup=of, capability=capability, steps=steps)
+    return TracedStep(setup=of, capability=capability, **fields)
