@@ -28,9 +28,8 @@ WORKLOAD = ragged_workload(model=wide_model, train_data=Sequences(samples=512, l
 TARGET = 128
 
 
-def planned(setup: Setup, limit: Limit | int, samples: int = TARGET) -> tuple[Limit, Listener]:
+def planned(setup: Setup, known: Limit, samples: int) -> tuple[Limit, Listener]:
     listener = Listener()
-    known = limit if isinstance(limit, Limit) else Limit(probe_of(limit), planned=limit)
     return limit_of_plan(ThisProcess(setup), known, samples, 0, listener), listener
 
 
@@ -40,7 +39,7 @@ def found_in(setup: Setup, samples: int | None, home: Path) -> tuple[Limit, List
 
 
 def test_a_limit_is_lowered_to_one_at_which_training_does_not_run_out(tmp_path: Path) -> None:
-    setup = simulated_setup(WORKLOAD, tmp_path, "40MiB")
+    setup = simulated_setup(WORKLOAD, "40MiB")
     before = fingerprint(setup.model)
     limit, heard = found_in(setup, TARGET, tmp_path)
     assert fingerprint(setup.model) == before
@@ -55,7 +54,7 @@ def test_a_limit_is_lowered_to_one_at_which_training_does_not_run_out(tmp_path: 
     assert count_ooms(WORKLOAD, setup, larger, target=TARGET, steps=12) > 0
 
 
-def test_a_smaller_size_that_fails_alone_is_not_the_answer(tmp_path: Path, monkeypatch) -> None:
+def test_a_smaller_size_that_fails_alone_is_not_the_answer(monkeypatch) -> None:
     """Real batches survive at 64 and at 43; of the longest samples, only 32 fit."""
     reasons = iter(["too large", None, None, None])
     monkeypatch.setattr(limits, "run_batches", lambda *_: next(reasons))
@@ -67,7 +66,8 @@ def test_a_smaller_size_that_fails_alone_is_not_the_answer(tmp_path: Path, monke
         return real(process, 400 if size > 32 else 8, progress)
 
     monkeypatch.setattr(limits, "run_attempt", run)
-    found, heard = planned(simulated_setup(WORKLOAD, tmp_path, "40MiB"), 128)
+    known = Limit(probe_of(TARGET), planned=TARGET)
+    found, heard = planned(simulated_setup(WORKLOAD, "40MiB"), known, TARGET)
     assert (sizes, found.planned, found.probe.oom_count) == ([64, 43, 32], 32, 2)
     assert "32 survives" in heard.notes[0]
 

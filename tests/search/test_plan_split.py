@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
@@ -35,6 +33,7 @@ from tests.support.training import (
     make_setup,
     token_loss,
     tokens,
+    whole_tokens,
 )
 
 PLAN = make_plan(target_batch=24, micro_batch_limit=6, learning_rate=0.01)
@@ -62,23 +61,17 @@ def test_ragged_samples_are_split_by_size_with_the_saving_in_the_note() -> None:
     assert f"about {1 - costs[1] / costs[0]:.0%} less to compute" in note
 
 
-def mean_over_tokens(model, batch):
-    loss = token_loss(model, batch)
-    return loss.total / loss.count
-
-
 def random_loss(model, batch):
     found = token_loss(model, batch)
     return Loss(found.total * torch.rand(()), found.count)
 
 
-def normalised() -> nn.Module:
-    return nn.Sequential(language_model(), nn.BatchNorm1d(7))
-
-
 WRONG = {
-    "BatchNorm": ragged_workload(model=normalised, loss=lambda model, batch: model(batch[0]).mean()),
-    "a mean over tokens": ragged_workload(loss=mean_over_tokens),
+    "BatchNorm": ragged_workload(
+        model=lambda: nn.Sequential(language_model(), nn.BatchNorm1d(7)),
+        loss=lambda model, batch: model(batch[0]).mean(),
+    ),
+    "a mean over tokens": ragged_workload(loss=whole_tokens),
 }
 
 
@@ -122,10 +115,10 @@ def test_auto_leaves_batches_alone_if_nothing_is_saved(monkeypatch: pytest.Monke
         chosen(setup, msgspec.structs.replace(PLAN, multiple=2), "size")
 
 
-def test_a_cut_is_lowered_until_batches_of_the_run_train_at_it(tmp_path: Path) -> None:
+def test_a_cut_is_lowered_until_batches_of_the_run_train_at_it() -> None:
     data = Sequences(samples=300, longest=40)
     workload = ragged_workload(model=wide_model, train_data=data)
-    setup = simulated_setup(workload, tmp_path, "20MiB")
+    setup = simulated_setup(workload, "20MiB")
     plan = make_plan(target_batch=120, micro_batch_limit=20, learning_rate=0.01)
     cut = chosen(setup, plan, "size", 20)[0].size_cut
     assert 8 < cut.micro_batch < 20, "12 of the longest fit"

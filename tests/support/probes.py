@@ -51,13 +51,13 @@ def probed(workload: Workload, **options) -> tuple[Result, Listener]:
     return run_command(Run(workload=workload, options=asked, progress=listener)), listener
 
 
-def probe_of(micro_batch: int, **changes: Any) -> Probe:
+def probe_of(micro_batch: int) -> Probe:
     """Return the record of a probe that nothing was run for."""
-    fields: dict[str, Any] = {
-        "limited_by": "memory",
-        "upper_bound_by": "run",
-        "predicted_micro_batch": None,
-        "oom_count": 0,
-        "attempts": [],
-    }
-    return Probe(micro_batch=micro_batch, **{**fields, **changes})
+    return Probe(
+        micro_batch=micro_batch,
+        limited_by="memory",
+        upper_bound_by="run",
+        predicted_micro_batch=None,
+        oom_count=0,
+        attempts=[],
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,7 +82,7 @@ def wide_model() -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 32), nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 7))
 
 
-def simulated_setup(workload: Workload, home: Path, budget: str) -> Setup:
+def simulated_setup(workload: Workload, budget: str) -> Setup:
     """Build what a probe opens of a workload, on a simulated GPU."""
     return make_setup(workload, device=SimulatedDevice(load_profile("t4"), memory_budget=budget))
 

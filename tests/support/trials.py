@@ -1,4 +1,4 @@
-"""Studies, trials and short runs: search spaces, workloads, and a clock that tests advance."""
+"""Studies, trials and short runs: search spaces and workloads."""
 
 from __future__ import annotations
 
@@ -104,16 +104,6 @@ def make_trials(made: Setup, limit: int = 8, **fields: Any) -> Trials:
     """Return trials in this process."""
     plan = make_plan(target_batch=64, micro_batch_limit=limit, learning_rate=0.01)
     return Trials(process=ThisProcess(made), plan=plan, **fields)
-
-
-class Time:
-    """A clock that tests advance."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Signed(Augmented):

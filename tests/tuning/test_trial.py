@@ -20,26 +20,23 @@ from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
 from tests.support.feeds import loader_workers
 from tests.support.training import make_setup, mean_loss
-from tests.support.trials import Time, make_trials, signed, trial_setup
-
-
-def timed_fields(time: Time) -> dict[str, Any]:
-    """Return a loss and an optimizer that take a second per sample and five per step."""
-
-    class Slow(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            time.now += 5.0
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        time.now += len(batch[0])
-        return mean_loss(model, batch)
-
-    return {"loss": loss, "optimizer": lambda params, lr: Slow(params, lr=lr)}
+from tests.support.trials import make_trials, signed, trial_setup
 
 
 def test_micro_batches_and_optimizer_steps_are_timed_apart() -> None:
-    time = Time()
-    trials = make_trials(trial_setup(clock=time, **timed_fields(time)))
+    """A sample takes a second, and a step of the optimizer five."""
+    now = [0.0]
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            now[0] += 5.0
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        now[0] += len(batch[0])
+        return mean_loss(model, batch)
+
+    made = trial_setup(clock=lambda: now[0], loss=loss, optimizer=lambda params, lr: Slow(params, lr=lr))
+    trials = make_trials(made)
     assert trials.measure({}) == pytest.approx(64 / (8 * 8 + 5))
     assert trials.measure({"micro_batch_shift": 2}) == pytest.approx(64 / (64 + 5))
 
