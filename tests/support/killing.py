@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors.torch  # noqa: F401, a writer imports it: most kills would hit that
@@ -26,10 +26,10 @@ import torch
 from autobatch import Progress
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.resume import restore_loop
-from autobatch.workload.feed import Feed
+from tests.support.feeds import fed_loop
 from tests.support.kinds import run_of
 from tests.support.runs import settings, train
-from tests.support.training import averages, fingerprint, make_loop
+from tests.support.training import averages, fingerprint
 
 STEPS = 40
 PR_SET_CHILD_SUBREAPER = 36
@@ -49,15 +49,13 @@ class Acknowledging(Progress):
 def resume(folder: Path, workers: int | None) -> None:
     """Resume from the newest checkpoint or start; write the fingerprint of weights and averages."""
     workload, options = run_of("augmented, averaged")
-    loop = make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **options)
     saved = folder / "checkpoints"
     resumed = load_newest(saved) if list_checkpoints(saved) else None
-    if resumed is not None:
-        restore_loop(loop, resumed, same_hardware=True)
     run = settings(folder, resumed=resumed, checkpoint_every=1, keep_last=2)
-    seeded = {"workers": workers or 0, "seeds_samples": workers is not None}
-    loop.feed = Feed(workload, loop.sampler, loop.split, **seeded)
-    with closing(loop.feed):
+    fed = {"workers": workers or 0, "sample_seeds": workers is not None, "steps": STEPS}
+    with fed_loop(workload, **fed, **options) as loop:
+        if resumed is not None:
+            restore_loop(loop, resumed, same_hardware=True)
         train(loop, run, Acknowledging(folder / "acknowledged"))
     (folder / "done").write_text(fingerprint(loop.train_state.model, *averages(loop.train_state.average)))
 

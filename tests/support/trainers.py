@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.support.libraries import installed
 
@@ -23,18 +24,9 @@ def texts(count: int = 40) -> list[dict[str, Tensor]]:
 
 def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Pad texts to the longest; padding is neither attended to nor predicted."""
-    width = max(len(row["input_ids"]) for row in rows)
-    batch = {
-        "input_ids": torch.zeros(len(rows), width, dtype=torch.long),
-        "attention_mask": torch.zeros(len(rows), width, dtype=torch.long),
-        "labels": torch.full((len(rows), width), -100),
-    }
-    for place, row in enumerate(rows):
-        size = len(row["input_ids"])
-        batch["input_ids"][place, :size] = row["input_ids"]
-        batch["labels"][place, :size] = row["input_ids"]
-        batch["attention_mask"][place, :size] = 1
-    return batch
+    ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    real = (ids > 0).long()  # no word is 0
+    return {"input_ids": ids, "attention_mask": real, "labels": ids.masked_fill(real == 0, -100)}
 
 
 def gpt2() -> Any:
