@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import io
 import logging
 import sys
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import autobatch
 from autobatch import InputError, Result
 from autobatch.api import library
+from tests.report.test_terminal import ATerminal
 from tests.support.options import as_options, required
 from tests.support.probes import Listener, work
 from tests.support.sample_run import a_device, a_probe, a_run, a_step
@@ -58,11 +58,6 @@ def test_a_rule_that_cannot_be_called_is_refused(calls: list[Any]) -> None:
     with pytest.raises(InputError, match="until must be a function of the record of a step, found an int"):
         autobatch.fit(target_batch=8, until=rule)
     assert not calls
-
-
-class ATerminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_without_a_terminal_a_remark_is_a_warning(

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import autobatch
 from autobatch import InputError
@@ -128,7 +127,6 @@ def fit(out: str, budget: str) -> tuple[dict[str, Any], float | None]:
     workload = make_workload(
         model=wide,
         train_data=points(dtype=torch.float32),
-        loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
         optimizer=lambda params, rate: torch.optim.Adam(params, lr=rate),
         name="wide",
     )

@@ -9,9 +9,7 @@ import pytest
 
 from benchmarks.published import __main__ as published
 from benchmarks.published.recordings import read, read_any, replayed, replays_of
-from tests.support.torch_snapshots import snapshot_of, write
-
-RECORDINGS = Path(__file__).parents[1] / "recordings"
+from tests.support.torch_snapshots import RECORDINGS, snapshot_of, write
 
 
 def test_a_block_at_another_address_and_another_peak_are_seen() -> None:

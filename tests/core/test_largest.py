@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.largest import Bracket, largest, most_asked
-
-
-def search(fits: Callable[[int], bool], low: int, high: int, guess: Callable[[int, int], int]) -> int:
-    bracket = Bracket(low, high, *most_asked(high - low))
-    while bracket.is_open:
-        size = bracket.nearest(guess(bracket.low, bracket.high))
-        bracket = bracket.after(size, fits(size))
-    return bracket.low
-
 
 INTERVALS = st.tuples(st.integers(0, 50), st.integers(1, 5000)).map(lambda pair: (pair[0], sum(pair)))
 ANY_GUESS = st.one_of(
@@ -32,14 +22,14 @@ ANY_GUESS = st.one_of(
 def test_any_guess_finds_an_edge_of_what_fits_within_the_bound(interval, seed, share, guess) -> None:
     """Sizes fit or not at random, and the guesses are right, wrong, or no sizes at all."""
     (low, high), answers = interval, {}
-
-    def fits(size: int) -> bool:
+    bracket = Bracket(low, high, *most_asked(high - low))
+    while bracket.is_open:
+        size = bracket.nearest(guess(bracket.low, bracket.high))
         assert size not in answers
         assert low < size < high
         answers[size] = hash((seed, size)) % 1000 < 1000 * share
-        return answers[size]
-
-    found = search(fits, low, high, guess)
+        bracket = bracket.after(size, answers[size])
+    found = bracket.low
     assert found == low or answers[found]
     assert found == high - 1 or not answers[found + 1]
     assert len(answers) <= math.log2(high - low) + 3

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator import BudgetExceeded, CachingAllocator
 from benchmarks.published.recordings import read, replays_of
+from tests.support.torch_snapshots import RECORDINGS
 
 
 @pytest.mark.parametrize(("size", "held"), [(19 * MiB, 20 * MiB), (19 * MiB - 512, 19 * MiB - 512)])
@@ -44,9 +43,6 @@ def test_memory_that_is_held_already_stays_and_counts_and_a_full_cache_is_an_err
     over = CachingAllocator(20 * MiB, held_bytes=30 * MiB)
     with pytest.raises(BudgetExceeded):
         over.malloc(1)
-
-
-RECORDINGS = Path(__file__).parents[1] / "recordings"
 
 
 @pytest.mark.parametrize("path", sorted(RECORDINGS.rglob("*.csv.gz")), ids=lambda path: path.name[:-7])

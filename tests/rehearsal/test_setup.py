@@ -12,7 +12,7 @@ from autobatch import InputError, Workload
 from autobatch.core.options import Options
 from autobatch.rehearsal.setup import Setup, describe_setup, open_setup
 from tests.support.probes import WIDTH, mlp, vectors, work
-from tests.support.training import INFO_NCE, amsgrad, make_workload, mean_loss
+from tests.support.training import INFO_NCE, amsgrad, make_workload, token_loss
 
 
 def opened(workload: Workload | None = None, world: int = 1, **options: Any) -> Setup:
@@ -28,31 +28,21 @@ class Renamed(nn.Sequential):
     """The same parameters in another class."""
 
 
-def frozen() -> nn.Module:
-    model = mlp()
-    model[0].requires_grad_(False)
-    return model
-
-
 def needing_the_model(parameters, learning_rate: float) -> torch.optim.Optimizer:
     raise KeyError("head")
-
-
-def other_loss(model: nn.Module, batch) -> torch.Tensor:
-    return mean_loss(model, batch)
 
 
 @pytest.mark.parametrize(
     ("field", "workload", "options"),
     [
         ("model", work(lambda: mlp(65)), {}),
-        ("model", work(frozen), {}),
+        ("model", work(lambda: mlp().requires_grad_(False)), {}),
         ("model", work(lambda: Renamed(*mlp())), {}),
         ("optimizer", work(optimizer=amsgrad), {}),
         ("optimizer", work(optimizer=needing_the_model), {}),
         ("optimizer", work(optimizer=lambda p, lr: torch.optim.AdamW(p, lr=lr, foreach=False)), {}),
         ("samples", work(train_data=vectors(width=WIDTH + 1)), {}),
-        ("loss", work(loss=other_loss), {}),
+        ("loss", work(loss=token_loss), {}),
         ("--precision", work(), {"precision": "bf16"}),
         ("budget_bytes", work(), {"memory_budget": "2MiB"}),
         ("ema", work(), {"ema": 0.9}),

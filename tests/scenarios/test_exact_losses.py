@@ -163,10 +163,6 @@ def whole_critic(model: nn.Module, batch: Any, *, of_mean: bool = False) -> Tens
     return (model(fake) - model(real)).mean() + 10 * penalty
 
 
-def contrast(model: nn.Module, batch: Any) -> Tensor:
-    return CLIP(model, batch)
-
-
 def whole_balanced(model: nn.Module, batch: Any) -> Tensor:
     """Return the loss with the balance term of the Switch Transformer, N Σ f P."""
     scores, router = model(batch[0])
@@ -203,6 +199,7 @@ CRITIC = {
     "train_data": Rows(drawn(4), drawn(4), torch.rand(SAMPLES, 1, generator=DRAW).double()),
 }
 whole_smoothed = partial(whole_tokens, smoothing=0.1)
+contrast = partial(CLIP)
 slope_of_the_mean = partial(whole_critic, of_mean=True)
 SEVERAL = "several means: boxes and classes (DETR), tokens and pairs (BERT), tasks"
 COUNTS = {"counts": WRITTEN["detection_counts"]}

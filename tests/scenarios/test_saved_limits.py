@@ -30,16 +30,12 @@ def test_a_second_probe_of_the_same_confirms_the_saved_limit_with_one_run(own_ho
     assert (len(listener.sizes), other.probe.upper_bound_by) == (1, "replay"), "under another budget, too"
 
 
-def edited(file: Path, **fields) -> None:
-    content = json.loads(file.read_bytes()) | fields
-    file.write_text(json.dumps(content))
-    assert set(content) <= set(SavedLimit.__struct_fields__)
-
-
 def test_a_saved_limit_that_no_longer_fits_is_probed_again(own_home: Path) -> None:
     first, _ = probed(work())
     (file,) = saved_files(own_home)
-    edited(file, micro_batch=500, programs=[])
+    content = json.loads(file.read_bytes()) | {"micro_batch": 500, "programs": []}
+    assert set(content) <= set(SavedLimit.__struct_fields__)
+    file.write_text(json.dumps(content))
     second, listener = probed(work())
     assert listener.sizes[0] == 500
     assert any("500 no longer fit" in line for line in listener.notes)

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-import autobatch
-from tests.support.runs import open_loop, rows, settings, train
+from tests.support.runs import fit, open_loop, rows, settings, train
 from tests.support.training import averages, fingerprint, make_workload, points
 
 
@@ -65,8 +64,7 @@ def test_averaged_weights_are_validated_and_exported_and_no_bit_of_the_training_
 )
 def test_a_mistake_in_the_metrics_is_found_before_training(metrics, message: str, tmp_path: Path) -> None:
     workload = make_workload(validation_data=points(9), metrics=metrics)
-    options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 5, "trials": 0}
     with pytest.raises(ValueError, match=message):
-        autobatch.fit(workload, **options, out=str(tmp_path / "run"))
+        fit(workload, tmp_path / "run", target_batch=24, steps=5)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert not (tmp_path / "run" / "checkpoints").exists()
