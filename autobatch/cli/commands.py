@@ -79,7 +79,7 @@ RECORDING = {
     "seconds": Option("Write it after this time.", type=Seconds),
 }
 """Options of ``record``."""
-PLACES = {"{}": "the size of a micro-batch", "steps}": "the micro-batches of a step, {steps}"}
+PLACES = {"{}": "the size of a micro-batch, {}", "steps}": "the micro-batches of a step, {steps}"}
 """What the words of a command have a place for, a probe's only for the first."""
 
 
@@ -245,7 +245,7 @@ def run_program(name: str, words: list[str]) -> int:
     for mark in ("{}",) if name == "probe" else PLACES:
         if not any(mark in word for word in command):
             raise InputError(
-                f"no word of the command has a place for {PLACES[mark]}: {shlex.join(command)}. "
+                f"the command has no place for {PLACES[mark]}, found {shlex.join(command) or 'no command'}; "
                 f"autobatch {name} --help -- shows an example"
             )
     if options.json and name == "fit":

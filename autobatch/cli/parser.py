@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as an `InputError`."""
-        raise InputError(message.removeprefix("argument "))
+        line = message.removeprefix("argument ").replace(": expected one argument", " has no value after it")
+        raise InputError(line)
 
 
 def parse(name: str, summary: str, words: Sequence[str]) -> tuple[str | None, Options]:

@@ -18,7 +18,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("pla",), "did you mean plan?"),
     (("conquer",), "there is no command 'conquer'"),
     (("fit",), "--target-batch is missing: give a whole number of 1 or more"),
-    (("fit", "--target-batch", "--steps", "3"), "--target-batch: expected one argument"),
+    (("fit", "--target-batch", "--steps", "3"), "--target-batch has no value after it"),
     (("fit", "--target-batch="), "found ''"),
     (("fit", "--target-batch", "-8"), "--target-batch must be a whole number of 1 or more, found '-8'"),
     (("init", __file__), "cannot be written (File exists): name another folder"),
