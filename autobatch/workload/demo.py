@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from autobatch.workload.contract import Collated, Workload
 
-MEMORY_BUDGET = {"cpu": "3MiB", "cuda": "160MiB", "sim": "32MiB"}
+MEMORY_BUDGET = {"cpu": "3MiB", "cuda": "160MiB", "sim": "20MiB"}
 """Small per device kind, so that the first run finds a limit and plans an accumulation."""
 STEPS = 36
 """Optimizer steps of the demo, unless the user gives --steps or --epochs: about 97 % held-out accuracy."""
