@@ -128,15 +128,17 @@ def run_command(name: str, words: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "see autobatch --help"
         raise InputError(f"there is no command {quoted(name)}; {hint}")
-    from autobatch.cli import commands
     from autobatch.cli.parser import HelpAsked
     from autobatch.core.options import COMMANDS as OPENING
-    from autobatch.distributed.launch import refuse_ranks
 
     is_program = name in SCRIPTED and "--" in words
     try:
         if name in OPENING and not is_program:
             return run_workload(name, words)
+        # Only here: the help of these commands needs neither.
+        from autobatch.cli import commands
+        from autobatch.distributed.launch import refuse_ranks
+
         refuse_ranks(os.environ, name)
         if is_program:
             return commands.run_program(name, words)
