@@ -28,6 +28,12 @@ class Renamed(nn.Sequential):
     """The same parameters in another class."""
 
 
+def with_a_frozen_layer() -> nn.Module:
+    model = mlp()
+    model[0].requires_grad_(False)
+    return model
+
+
 def needing_the_model(parameters, learning_rate: float) -> torch.optim.Optimizer:
     raise KeyError("head")
 
@@ -36,7 +42,7 @@ def needing_the_model(parameters, learning_rate: float) -> torch.optim.Optimizer
     ("field", "workload", "options"),
     [
         ("model", work(lambda: mlp(65)), {}),
-        ("model", work(lambda: mlp().requires_grad_(False)), {}),
+        ("model", work(with_a_frozen_layer), {}),
         ("model", work(lambda: Renamed(*mlp())), {}),
         ("optimizer", work(optimizer=amsgrad), {}),
         ("optimizer", work(optimizer=needing_the_model), {}),
