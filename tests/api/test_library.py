@@ -12,7 +12,7 @@ import pytest
 import autobatch
 from autobatch import InputError, Result
 from autobatch.api import library
-from tests.report.test_terminal import ATerminal
+from tests.support.commandline import ATerminal
 from tests.support.options import as_options, required
 from tests.support.probes import Listener, work
 from tests.support.sample_run import a_device, a_probe, a_run, a_step

@@ -13,6 +13,7 @@ from autobatch import Estimates, Progress, Result
 from autobatch.core.records import LrTrial, MemoryHolder, Remedy, Trial
 from autobatch.report.facts import final_facts
 from autobatch.report.terminal import Terminal
+from tests.support.commandline import ATerminal
 from tests.support.planted import PLANTED
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 
@@ -29,11 +30,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tried_rate": ((RATE, 10), "rate    1/10  0.004  left out, diverged"),
     "stepped": ((a_step(12), 120), "step        12/120  loss 1."),
 }
-
-
-class ATerminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture(autouse=True)

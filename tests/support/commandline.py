@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -98,3 +99,10 @@ def printed(folder: Path, program: object, *arguments: object) -> str:
     done = run(folder, [*start, *map(str, arguments)], timeout=300)
     assert done.code == 0, done.err
     return done.err + done.out
+
+
+class ATerminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
