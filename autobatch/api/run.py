@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -156,17 +157,17 @@ def claim(run: Run, name: str) -> Path:
         clean_unfinished(out)
         # An earlier start left it: no rank of this one knows the folder yet.
         (out / VERDICT).unlink(missing_ok=True)
-        token = out / f".shared-{os.getpid()}"
-        token.touch()
-        return str(out), str(token)
+        mark = out / f".{uuid.uuid4().hex}.tmp"  # which the next start cleans
+        mark.touch()
+        run.held.callback(mark.unlink, missing_ok=True)
+        return str(out), str(mark)
 
-    out, token = map(Path, run.ranks.once(lock))
-    run.ranks.enter(out)
+    out, mark = map(Path, run.ranks.once(lock))
+    run.ranks.enter(out, mark)
     deadline = time.monotonic() + SHARED_SECONDS
-    while not token.exists() and time.monotonic() < deadline:
+    while not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    seen = run.ranks.gather((token.exists(), run.ranks.host))
-    run.ranks.once(lambda: token.unlink(missing_ok=True))
+    seen = run.ranks.gather((mark.exists(), run.ranks.host))
     for rank, (is_seen, host) in enumerate(seen):
         if not is_seen:
             raise InputError(

@@ -156,10 +156,9 @@ def run_workload(name: str, words: list[str]) -> int:
     with raise_on_termination():
         ranks = join_ranks(name, words, options)
         if ranks.world > 1 and options.ranks is None:
-            per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
-            hosts = os.environ.get("GROUP_WORLD_SIZE", "1")
-            nodes = "" if hosts == "1" else f"--nnodes {hosts} "
-            line = f"torchrun {nodes}--nproc-per-node {per_host} -m {line}"
+            from autobatch.distributed.launch import torchrun_of
+
+            line = f"{torchrun_of(os.environ)} -m {line}"
         try:
             result = show_result(workload, options, ranks, line)
             if options.json and ranks.rank == 0:

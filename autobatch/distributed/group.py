@@ -46,8 +46,10 @@ from autobatch.workload.nested import map_tensors
 
 ROLL_CALL_S, PAUSE_S = 4.0, 0.1
 """Seconds in which a rank answers after a collective has failed, and between two looks at the answers."""
-OF_RANK_0 = datetime.timedelta(days=1)
-"""Longest wait for the work of rank 0 alone: a save, a compilation, a trial."""
+OF_RANK_0_S = 86_400.0
+"""Longest work of rank 0 alone: a save, a compilation, a trial."""
+SIGNS = 4
+"""Signs of life that rank 0 gives within the limit of a wait, while it works alone."""
 SMALL_BYTES = 4096
 """Room of a small value; the sums of a batch fit in."""
 OUT = "out"
@@ -64,12 +66,10 @@ class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like Process
 
     Args:
         act: the purpose, in the words that follow "could not".
-        missing: the ranks that do not answer, if they are known.
+        who: the ranks that do not answer, in words.
     """
 
-    def __init__(self, act: str, missing: Sequence[int] = ()) -> None:
-        named = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
-        who = named if missing else "a rank"
+    def __init__(self, act: str, who: str = "a rank") -> None:
         super().__init__(
             f"{who} ended, hangs or cannot be reached, so this one could not {act}: its own log or the "
             "launcher's summary has the cause"
@@ -87,7 +87,6 @@ class Group(Ranks):
     def __init__(self, messages: ProcessGroup | None, limit: datetime.timedelta) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._messages = messages
-        self._of_rank_0: ProcessGroup | None = None
         self._told: list[Any] = []
         """Messages of rank 0 on their way."""
         self._tensors: ProcessGroup | None = None
@@ -105,9 +104,9 @@ class Group(Ranks):
             traceback.clear_frames(error.__traceback__)  # they would keep the connections open
             raise RankLost(act, self._missing()) from error
 
-    def _missing(self) -> list[int]:
-        """Return the ranks that do not answer after a collective has failed; empty if nothing tells."""
-        return []
+    def _missing(self) -> str:
+        """Return in words which ranks do not answer after a collective has failed."""
+        return "a rank"
 
     def gather(self, value: T) -> list[T]:
         """See `Ranks.gather`. Small values take one message, where `all_gather_object` takes two."""
@@ -132,20 +131,37 @@ class Group(Ranks):
         return sent[0]  # type: ignore[no-any-return]
 
     def once(self, act: Callable[[], T]) -> T:
-        """See `Ranks.once`."""
-        if self._of_rank_0 is None:
-            with self.waiting("join the other ranks"):
-                self._of_rank_0 = dist.new_group(backend="gloo", timeout=OF_RANK_0)
-        answer: Any = act() if self.rank == 0 else None  # if it raises, the verdict ends the others
-        with self.waiting("wait for the work of rank 0"):
+        """See `Ranks.once`. The others wait for the next sign of life of rank 0, not for its work."""
+        if self.rank:
             is_over = torch.zeros(1, device="cpu")
-            if self.rank:
-                dist.recv(is_over, 0, group=self._of_rank_0)
-            else:
-                # Rank 0 does not wait for these messages for a day: a rank may hang.
-                others = range(1, self.world)
-                self._told = [dist.isend(is_over, rank, group=self._of_rank_0) for rank in others]
-        return self.broadcast(lambda: answer)  # type: ignore[no-any-return]
+            with self.waiting("wait for the work of rank 0"):
+                while not is_over:
+                    dist.recv(is_over, 0, group=self._messages)
+            return self.broadcast(lambda: None)  # type: ignore[return-value]
+        ended, self._told = threading.Event(), []
+        living = threading.Thread(target=self._give_signs, args=(ended,), daemon=True)
+        living.start()
+        try:
+            answer = act()  # if it raises, the verdict ends the others
+        finally:
+            ended.set()
+            living.join()
+        with self.waiting("tell the others that its work is over"):
+            self._tell(1.0)
+        return self.broadcast(lambda: answer)
+
+    def _give_signs(self, ended: threading.Event) -> None:
+        """Give the others signs of life until the work of rank 0 has ended, or takes too long."""
+        pause, until = self._limit.total_seconds() / SIGNS, time.monotonic() + OF_RANK_0_S
+        with suppress(RuntimeError):  # a rank was lost, which the next collective finds
+            while not ended.wait(pause) and time.monotonic() < until:
+                self._tell(0.0)
+
+    def _tell(self, is_over: float) -> None:
+        """Tell the others whether the work of rank 0 is over, without a wait: one of them may hang."""
+        sent = torch.full((1,), is_over, device="cpu")
+        others = range(1, self.world)
+        self._told += [dist.isend(sent, rank, group=self._messages) for rank in others]
 
     def tensor_group(self, device: torch.device) -> ProcessGroup | None:
         """Return the process group that sums tensors of a device; None for the default, which is gloo's.
@@ -244,10 +260,16 @@ class LaunchedGroup(Group):
             return f"cuda:{0 if gpus == 1 else self._launch.local_rank}"
         return spec
 
-    def _missing(self) -> list[int]:
+    def _missing(self) -> str:
         """See `Group._missing`. The connections are closed first, so that every rank notices at once."""
         self._disconnect()
-        return self._ask(self._call_roll) or []
+        missing = self._ask(self._call_roll)
+        if (
+            missing is None
+        ):  # the launcher that started rank 0 keeps the store, and ends with any of its ranks
+            return "rank 0, or another rank of its host,"
+        named = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+        return named if missing else super()._missing()
 
     def _call_roll(self) -> list[int]:
         """Answer the roll call, and return the ranks that do not."""
@@ -276,31 +298,35 @@ class LaunchedGroup(Group):
         return answers[0] if answers else None
 
     def _disconnect(self) -> None:
-        groups = [None] if self._is_owner else [one for one in (self._messages, self._of_rank_0) if one]
-        self._messages = self._of_rank_0 = None
-        for group in groups:
+        messages, self._messages = self._messages, None
+        if self._is_owner or messages is not None:
             with suppress(RuntimeError, ValueError, AssertionError):  # left already
-                dist.destroy_process_group(group)
+                dist.destroy_process_group(messages)
 
-    def enter(self, out: Path) -> None:
+    def enter(self, out: Path, mark: Path) -> None:
         """See `Ranks.enter`."""
-        self.out = out
+        super().enter(out, mark)
         if self.rank == 0:
             self._run.set(OUT, str(out.absolute()))
 
     def fail(self, line: str, code: int) -> int | None:
-        """See `Ranks.fail`. The first failure in the store counts, and each one if the store has gone."""
+        """See `Ranks.fail`. The first failure in the store counts.
+
+        If the store has gone, it is the first one that is in the folder, unless a later start has that.
+        """
         super().fail(line, code)
         of_run = {"run_id": self._launch.run_id, "restart": self._launch.restart}
         # torchrun replaces the code by 1.
         of_rank = {"rank": self.rank, "host": self.host, "code": code, "line": line}
         own = json.dumps({**of_run, **of_rank}, indent=2)
-        first = self._ask(lambda: self._start.compare_set("verdict", "", own)) or own.encode()
-        if first != own.encode():
+        first = self._ask(lambda: self._start.compare_set("verdict", "", own))
+        if first not in (None, own.encode()):
             return int(json.loads(first)["code"])
-        if self.out is not None:
+        if self.out is not None and self.mark is not None:
+            verdict = self.out / VERDICT
             with suppress(OSError):  # a full disk must not hide the cause
-                write_atomic(self.out / VERDICT, first)
+                if first or (self.mark.exists() and not verdict.exists()):
+                    write_atomic(verdict, own.encode())
         return None
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -69,6 +70,16 @@ def refuse_ranks(environ: Mapping[str, str], command: str) -> None:
             f"autobatch {command} runs in one process, and WORLD_SIZE is {launch.world}: start it without "
             "torchrun"
         )
+
+
+def torchrun_of(environ: Mapping[str, str]) -> str:
+    """Return the call of torchrun that starts these ranks; N stands for the number of a host of several."""
+    hosts, per_host = environ.get("GROUP_WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE")
+    words = ["torchrun"]
+    if hosts != "1":
+        place = ("--master-addr", environ["MASTER_ADDR"], "--master-port", environ["MASTER_PORT"])
+        words += ["--nnodes", hosts, "--node-rank", "N", *place]
+    return shlex.join([*words, "--nproc-per-node", per_host or environ["WORLD_SIZE"]])
 
 
 class RanksEnded(NamedTuple):

@@ -51,6 +51,8 @@ class Ranks:
     """Folder of the run that the launcher has started again; None for a first start."""
     out: Path | None = None
     """Folder of the run; None until it is known."""
+    mark: Path | None = None
+    """File in it that is there while no other start of a run has the folder; None until it is known."""
 
     def device(self, spec: str) -> str:
         """Return the device that this rank opens for the one that was asked for."""
@@ -111,9 +113,9 @@ class Ranks:
             InputError: the tensors of a rank have other shapes.
         """
 
-    def enter(self, out: Path) -> None:
-        """Set the folder of the run."""
-        self.out = out
+    def enter(self, out: Path, mark: Path) -> None:
+        """Set the folder of the run, and its mark."""
+        self.out, self.mark = out, mark
 
     def fail(self, line: str, code: int) -> int | None:
         """Tell all ranks, and the launcher, that the run ends with this line and exit code.

@@ -7,6 +7,7 @@ Each try disturbs one run in one way, and the next one resumes it:
     kill      SIGKILL to a random rank                  save      a save of rank 0 that takes three timeouts
     stop      SIGSTOP to a random rank                  term      SIGTERM to the launcher
     hang      the main thread of a random rank          launcher  SIGKILL to the launcher
+    freeze    SIGSTOP to rank 0 in such a save
 
 Printed are, for each try, the seconds until the ranks that nothing disturbed were gone, and until a disturbed
 one was, whether a line named it, and whether a checkpoint was lost; then a table of them by kind. At the end,
@@ -32,7 +33,7 @@ from benchmarks.report import arguments, markdown
 STEPS_OF_TRY, CHECKPOINT_EVERY = 200, 5
 UNDISTURBED_S, STOPPED_S = 10, 40
 """Seconds after the timeout."""
-OF_RANK = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+OF_RANK = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "freeze": signal.SIGSTOP}
 OF_LAUNCHER = {"term": signal.SIGTERM, "launcher": signal.SIGKILL}
 WORKLOAD = """
 import os, pathlib, time, torch
@@ -119,7 +120,7 @@ class Run:
         of_rank = [int(path.read_text()) for path in pids]
         time.sleep(draw.uniform(0, 1))
         target, acknowledged = draw.randrange(self.ranks), self.newest
-        if kind == "save":
+        if kind in ("save", "freeze"):
             target = 0
             (self.folder / "slow-save").touch()
             wait_for((self.folder / "saving").exists, 60)

@@ -80,7 +80,7 @@ def test_a_loop_joins_a_group_that_exists_and_leaves_its_own(server: RankServer)
 def fail_in_turn(out: str) -> tuple[int | None, str]:
     """Fail on rank 1, which the others notice; return their codes, and what a second start finds."""
     ranks = open_group()
-    ranks.enter(Path(out))
+    ranks.enter(Path(out), Path(out, "mark"))
     assert ranks.agree(ranks.rank == 1)
     if ranks.rank == 1:
         found = ranks.fail("memory ran out", 77)
@@ -105,8 +105,8 @@ def test_the_first_failure_counts_and_a_restart_knows_the_folder(server: RankSer
 
 
 def killed(group: LaunchedGroup) -> None:
-    """Lose a rank in a sum, after work of rank 0 that takes longer than the limit."""
-    group.once(lambda: time.sleep(LIMIT_S + 0.5))
+    """Lose a rank in a sum, after work of rank 0 that takes much longer than the limit."""
+    group.once(lambda: time.sleep(2.5 * LIMIT_S))
     if group.rank == LOST:
         os.kill(os.getpid(), signal.SIGKILL)
     group.sum([torch.zeros(10**6), torch.zeros(3)], "sum the gradients")
@@ -118,6 +118,16 @@ def hangs(group: LaunchedGroup) -> None:
     if group.rank == LOST:
         time.sleep(100)
     group.once(lambda: None)
+
+
+def stopped(group: LaunchedGroup) -> None:
+    """Stop rank 0 in its work for all, after a sign of life."""
+
+    def work() -> None:
+        time.sleep(LIMIT_S / 2)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    group.once(work)
 
 
 class SilentStore:
@@ -137,8 +147,9 @@ def cut_off(group: LaunchedGroup) -> None:
 
 def act_and_leave(out: str, act: Callable[[LaunchedGroup], None]) -> None:
     """Leave as a command does if a rank does not answer."""
-    group = open_group(LIMIT_S)
-    group.enter(Path(out))
+    group, mark = open_group(LIMIT_S), Path(out, "mark")
+    mark.touch()
+    group.enter(Path(out), mark)
     try:
         act(group)
     except AutobatchError as error:
@@ -146,14 +157,23 @@ def act_and_leave(out: str, act: Callable[[LaunchedGroup], None]) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("act", [killed, pytest.param(hangs, marks=pytest.mark.program)])
-def test_a_rank_that_is_missing_is_named(server: RankServer, tmp_path: Path, act: Any) -> None:
+@pytest.mark.parametrize(
+    ("act", "lost"),
+    [
+        (killed, LOST),
+        pytest.param(hangs, LOST, marks=pytest.mark.program),
+        pytest.param(stopped, 0, marks=pytest.mark.program),
+    ],
+)
+def test_a_rank_that_is_missing_is_named(
+    server: RankServer, tmp_path: Path, act: Callable[[LaunchedGroup], None], lost: int
+) -> None:
     """Of three ranks, whatever is between them: one of the others reports, and all leave."""
     ended = server.run(act_and_leave, str(tmp_path), act, world=3, seconds=20)
     verdict = json.loads((tmp_path / "verdict.json").read_text())
-    assert verdict["line"].startswith(f"rank {LOST} ended, hangs or cannot be reached"), verdict
-    assert (verdict["rank"] != LOST, verdict["code"]) == (True, 1)
-    assert [one.code for one in ended][:: LOST + 1] == [1, 1]
+    assert verdict["line"].startswith(f"rank {lost} ended, hangs or cannot be reached"), verdict
+    assert (verdict["rank"] != lost, verdict["code"]) == (True, 1)
+    assert [one.code for rank, one in enumerate(ended) if rank != lost] == [1, 1]
 
 
 @pytest.mark.program
@@ -161,4 +181,26 @@ def test_a_rank_that_is_missing_is_named(server: RankServer, tmp_path: Path, act
 def test_a_rank_that_cannot_reach_the_store_leaves_too(server: RankServer, tmp_path: Path) -> None:
     ended = server.run(act_and_leave, str(tmp_path), cut_off, world=3, seconds=40)
     assert [one.code for one in ended][:: LOST + 1] == [1, 1]
-    assert json.loads((tmp_path / "verdict.json").read_text())["line"].startswith("a rank ended")
+    assert json.loads((tmp_path / "verdict.json").read_text())["line"].startswith("rank 0, or another")
+
+
+def fail_late(folder: str) -> list[str | None]:
+    """Fail without a store, as a rank that was stopped does; return the line that its folder has then."""
+    group, found = open_group(), list[str | None]()
+    out = Path(folder, str(group.rank))
+    out.mkdir()
+    mark, verdict = out / "mark", out / "verdict.json"
+    group.enter(out, mark)
+    group._has_store = False
+    for line in "another start has the folder", "first", "second":
+        assert group.fail(line, 1) is None
+        found.append(json.loads(verdict.read_text())["line"] if verdict.exists() else None)
+        mark.touch()
+    return found
+
+
+@pytest.mark.distributed
+def test_a_late_failure_replaces_no_other_and_belongs_to_no_other_start(
+    server: RankServer, tmp_path: Path
+) -> None:
+    assert server.values(fail_late, str(tmp_path)) == [[None, "first", "first"]] * 2

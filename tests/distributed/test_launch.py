@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autobatch.distributed.launch import end_of
+from autobatch.distributed.launch import end_of, torchrun_of
 from tests.support.commandline import SMALL, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform == "win32", reason="a shell script")]
@@ -59,6 +59,13 @@ def test_a_killed_rank_is_the_cause_unless_torch_has_killed_it(
     ended = end_of(failures)
     assert ended.code == code
     assert (ended.line or "").partition(":")[0] == (named or "")
+
+
+def test_the_command_of_several_hosts_says_where_they_meet() -> None:
+    environ = {"WORLD_SIZE": "8", "MASTER_ADDR": "head", "MASTER_PORT": "29400", "GROUP_WORLD_SIZE": "2"}
+    expected = "torchrun --nnodes 2 --node-rank N --master-addr head --master-port 29400 --nproc-per-node 4"
+    assert torchrun_of({**environ, "LOCAL_WORLD_SIZE": "4"}) == expected
+    assert torchrun_of({"WORLD_SIZE": "8"}) == "torchrun --nproc-per-node 8"
 
 
 def fit(folder: Path, *options: str, extra: str = "pass", launcher: tuple[str, ...] = ()):

@@ -122,7 +122,7 @@ def leave(out: str, kind: str, site: int | None) -> list[str]:
     """
     group = open_group()
     loop, fault = open_loop(group, kind, site)
-    group.enter(Path(out))
+    group.enter(Path(out), Path(out, "mark"))
     (optimizer,) = loop.train_state.optimizers
     optimizer.register_step_post_hook(lambda *_: print("step", file=steps, flush=True))
     try:

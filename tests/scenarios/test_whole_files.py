@@ -61,7 +61,7 @@ def fail_on_a_rank(out: str) -> list[str]:
     """Fail on rank 1, then on rank 0; return the files opened under their own names."""
     with opened_to_write() as opened:
         ranks = open_ranks(os.environ, 60)
-        ranks.enter(Path(out))
+        ranks.enter(Path(out), Path(out, "mark"))
         while not (ranks.rank or (Path(out) / "verdict.json").exists()):
             time.sleep(0.01)
         ranks.fail("wrong", 1)
