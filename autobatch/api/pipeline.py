@@ -277,7 +277,7 @@ def check_loss(run: Run, check: Callable[[int, int, int], Finding]) -> Finding:
         return Finding()
     if plan.parallel == "shard":
         return SHARED
-    run.progress.doing("checking that the loss can be split into micro-batches")
+    run.progress.doing("checking that the loss can be split")
     try:
         finding = check(plan.micro_batch, plan.target_batch, run.options.seed)
     except AutobatchError as error:

@@ -237,7 +237,7 @@ def run_program(name: str, words: list[str]) -> int:
     at = words.index("--")
     command = words[at + 1 :]
     known = {option: all_fields()[option] for option in PROGRAM_OPTIONS} | {"seconds": SECONDS}
-    given, others = read_words(name, PROGRAM_HELP, words[:at], known)
+    given, others = read_words(f"{name} -- COMMAND", PROGRAM_HELP, words[:at], known)
     if others:
         raise InputError(f"{name} takes a WORKLOAD or a command after --, found both: {quoted(others[0])}")
     seconds = given.pop("seconds", SECONDS.default)

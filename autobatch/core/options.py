@@ -424,13 +424,14 @@ def unknown_option(asked: str, names: Iterable[str], *, command: str = "") -> st
     if (instead := REMOVED.get(plain(asked))) is not None:
         return f"the option {asked} is gone: {instead}"
     known = {plain(name): name for name in names}
+    words = command.split()
+    see = " ".join(["see autobatch", *words[:1], "--help-all", *words[1:]])
     if command and plain(asked) in all_fields() and plain(asked) not in known:
         others = listed(all_fields()[plain(asked)].commands)
-        see = f"see autobatch {command} --help-all"
         return f"{command} does not take {asked}, which is an option of {others}; {see}"
     near = [*OTHER_NAMES.get(plain(asked), "").split(), *difflib.get_close_matches(plain(asked), known, n=1)]
     hints = [f"did you mean {known[name]}?" for name in near if name in known]
-    hints += [f"see autobatch {command} --help-all" if command else f"there are: {', '.join(sorted(names))}"]
+    hints += [see if command else f"there are: {', '.join(sorted(names))}"]
     return f"there is no option {printable(asked, limit=LONGEST_VALUE)}; {hints[0]}"
 
 

@@ -328,8 +328,8 @@ def _require_usable(index: int) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not 0 <= index < count:
         raise InputError(
-            f"cuda:{index} was asked for, and torch {torch.__version__} finds {count} CUDA GPUs, counted "
-            "from cuda:0: run `autobatch doctor` to see why, or train a Workload with --device cpu"
+            f"there is no cuda:{index}: CUDA GPUs that torch {torch.__version__} finds: {count}. Run "
+            "`autobatch doctor` to see why, or train a Workload with --device cpu"
         )
     backend = torch.cuda.get_allocator_backend()
     if UNCACHED in os.environ or backend not in ("native", "cudaMallocAsync"):

@@ -153,7 +153,8 @@ def find_workload(workload: object, seed: int = 0) -> Workload:
             functions = inspect.getmembers(module, inspect.isfunction)
             own = [name for name, value in functions if value.__module__ == module.__name__]
             raise InputError(
-                f"{place} has no function {name!r}, found {', '.join(own) or 'none'}: write {place}:FUNCTION"
+                f"{place} has no function {name!r}, found {', '.join(own) or 'none'}: write {place}:FUNCTION "
+                "for one that returns an autobatch.Workload; `autobatch init` writes an example"
             )
         found = _made(getattr(module, name), f"{name} in {place}", seed)
         if found.name != Workload.name:

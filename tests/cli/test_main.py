@@ -44,6 +44,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("probe", "--batch_size=4", *COMMAND), "--batch_size"),
     (("probe", "train.py", *COMMAND), "'train.py'"),
     (("probe", "--seconds", "0", *COMMAND), "--seconds"),
+    (("probe", "--device", "cpu", *COMMAND), "see autobatch probe --help-all -- COMMAND"),
     (("probe", "--memory-budget=-1GiB"), "'-1GiB'"),
     (("probe", "--"), "the size of a micro-batch"),
     (("estimate", "nowhere.py"), "there is no file nowhere.py"),
