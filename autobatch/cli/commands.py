@@ -117,7 +117,7 @@ def init(words: list[str]) -> Answer:
         except OSError as error:
             reason = error.strerror or error
             raise InputError(f"{path} cannot be written ({reason}): name another folder") from None
-    enter = f"cd {shlex.quote(str(folder))} && " if words else ""
+    enter = f"cd {shlex.quote(str(folder))} && " if folder.resolve() != Path.cwd() else ""
     text = f"wrote {' and '.join(map(str, paths))}. Try: {enter}autobatch fit"
     return {"files": [str(path) for path in paths]}, text
 

@@ -125,7 +125,8 @@ def run_command(name: str, words: list[str]) -> int:
     if name not in COMMANDS:
         import difflib
 
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        is_file = name.endswith(".py")
+        near = [f"fit {name}"] if is_file else difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "see autobatch --help"
         raise InputError(f"there is no command {quoted(name)}; {hint}")
     from autobatch.cli.parser import HelpAsked

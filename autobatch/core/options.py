@@ -56,7 +56,7 @@ Norm = Annotated[float, Meta(gt=0, title="NORM", description="a number over 0")]
 Decay = Annotated[float, Meta(gt=0, lt=1, title="DECAY", description="a number over 0 and under 1")]
 Text = Annotated[str, Meta(pattern=f"^{TEXT}*$", title="NAME", description="text in UTF-8 without NUL")]
 File = Annotated[str, Meta(pattern=f"^{TEXT}*$", title="[N=]FILE")]
-Folder = Annotated[str, Meta(pattern=f"^{TEXT}*$", title="DIR", description="text in UTF-8 without NUL")]
+Folder = Annotated[str, Meta(pattern=f"^{TEXT}+$", title="DIR", description="a folder in UTF-8")]
 Size = Annotated[str, Meta(pattern=f"^{TEXT}*$", title="SIZE", description="a size like 6GiB or 80%")]
 _DEVICE = f"^(auto|cpu|cuda(:[0-9]+)?|sim:{TEXT}+)\\Z"
 DeviceName = Annotated[
@@ -71,7 +71,7 @@ OTHER_NAMES = {
     "gradient_accumulation_steps": "target_batch",
     "lr": "tune_lr",
     "amp": "precision",
-    "gpus": "ranks",
+    "gpus": "profile ranks",
     "nproc_per_node": "ranks",
     "output_dir": "out",
 }

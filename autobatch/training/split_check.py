@@ -58,6 +58,7 @@ CAUSES = (
     "each forward pass writes, which belongs after the optimizer's step (docs/loss.md)"
 )
 """Causes of a difference, and what to do about each."""
+CAUSE_OF_SUM = "the loss is a sum over the batch, so return its mean over the samples, or Loss(total, count)"
 CAUSE_IN_ROWS = (
     "WholeBatchLoss(represent=…) sees other samples beside its own. Compute each row from its own sample "
     "alone, and move what depends on several samples to WholeBatchLoss(loss=…)"
@@ -273,7 +274,9 @@ def _judge(
     )
     if differs(run(whole, seed=2)):
         return Finding(unchecked=f"{said}, and its draws alone change the gradient")
-    return Finding(f"{said}: {CAUSE_IN_ROWS if isinstance(setup.workload.loss, WholeBatchLoss) else CAUSES}")
+    if isinstance(setup.workload.loss, WholeBatchLoss):
+        return Finding(f"{said}: {CAUSE_IN_ROWS}")
+    return Finding(f"{said}: {CAUSES if differs(split * len(parts)) else CAUSE_OF_SUM}")
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeGuard
 
@@ -66,6 +66,8 @@ NEEDED = {
     "optimizer": "write optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)",
 }
 """Fields that are functions and have no default, each with what to write."""
+CALLED = {"model": (), "loss": ("model", "batch"), "optimizer": ("parameters", "learning_rate")}
+"""What each of them is called with."""
 LOSSES_OF_TORCH = ("torch.nn.functional", "torch.nn.modules.loss", "torch", "torch._C._nn")
 """Modules of functions and classes that know no model."""
 OPTIONAL = ("collate", "schedule", "metrics", "counts", "size_of", "init_worker")
@@ -171,6 +173,8 @@ class Workload:
                 advice = NEEDED.get(name, "leave it out")
                 raise InputError(f"Workload({name}=…) must be a function, found {kind_of(value)}: {advice}")
         refuse_loss_of_torch(self.loss, "Workload(loss=…)")
+        for name, given in CALLED.items():
+            _check_call(name, getattr(self, name), given)
         self._check_data("train_data", self.train_data)
         if self.validation_data is not None:
             self._check_data("validation_data", self.validation_data)
@@ -214,6 +218,18 @@ class Workload:
             )
         elif not len(data):
             raise InputError(f"Workload({name}=…) has 0 samples: at least 1 is needed")
+
+
+def _check_call(name: str, function: Callable[..., object], given: Sequence[str]) -> None:
+    """Check that a function of a workload takes what it is called with."""
+    try:
+        inspect.signature(function).bind(*given)
+    except ValueError:  # a built-in without a signature
+        pass
+    except TypeError as error:
+        raise InputError(
+            f"Workload({name}=…) is called as {name}({', '.join(given)}), and cannot be: {error}"
+        ) from None
 
 
 def refuse_loss_of_torch(loss: object, whose: str) -> None:

@@ -17,6 +17,8 @@ ESCAPED = "\x1b[31m"
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("pla",), "did you mean plan?"),
     (("conquer",), "there is no command 'conquer'"),
+    (("train.py",), "did you mean fit train.py?"),
+    ((*FIT, "--out", ""), "--out must be a folder"),
     (("fit",), "--target-batch is missing: give a whole number of 1 or more"),
     (("fit", "--target-batch", "--steps", "3"), "--target-batch has no value after it"),
     (("fit", "--target-batch="), "found ''"),

@@ -35,7 +35,11 @@ def test_a_loss_that_cannot_be_split_is_an_error_of_one_line_with_both_figures_a
     figures = r"norm [\d.e+-]+ at once and [\d.e+-]+ in micro-batches, which differs by .*"
     seeing = WholeBatchLoss(represent=lambda m, b: m(b[0]) / m(b[0]).std(0), loss=INFO_NCE.loss)
     for loss, cause in (
-        (lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1), r"return Loss\(total, count\)"),
+        (
+            lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1),
+            "the loss is a sum over the batch, so",
+        ),
+        (lambda m, b: mean_loss(m, b) * len(b[0]) ** 2, r"likely causes .*return Loss\(total, count\)"),
         (seeing, "each row from its own sample alone"),
     ):
         with pytest.raises(InputError, match=figures + cause) as caught:

@@ -65,7 +65,9 @@ def test_what_changes_numbers_is_offered_beside_the_choice_while_there_is_time()
     offers = search(knobs=SHIFTS, offers=AXES[1:]).offers
     assert offers[1].endswith("at least 1.06 × faster here: add --knobs micro_batch_shift,optimizer")
     trials = FakeTrials()
-    assert search(trials, SHIFTS, offers=AXES[1:], deadline=0.0).offers == []
+    late = search(trials, SHIFTS, offers=AXES[1:], deadline=0.0)
+    assert late.offers == []
+    assert "time for tuning (--timeout) was over after 0 of" in late.notes[0]
     assert trials.asked == [{}]
 
 

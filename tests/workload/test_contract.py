@@ -48,6 +48,8 @@ class Repeated(list[int]):
         ("loss", None, "a function, found nothing"),
         ("loss", nn.functional.cross_entropy, "cross_entropy takes outputs and targets: write loss=lambda"),
         ("loss", nn.MSELoss(), "MSELoss takes outputs and targets"),
+        ("loss", lambda m, x, y: m(x), r"is called as loss\(model, batch\), and cannot be: missing .* 'y'"),
+        ("optimizer", lambda params: params, r"\(parameters, learning_rate\), and cannot be: too many"),
         ("optimizer", torch.optim.SGD(nn.Linear(1, 1).parameters()), "found a SGD: write optimizer="),
         ("collate", 3, "found an int: leave it out"),
         ("sampler", 3, "found an int"),
