@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import shlex
+import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -88,6 +89,7 @@ def main() -> NoReturn:
         code = code or 1
     if os.environ.get("WORLD_SIZE", "1") != "1":
         end_now(code)  # a rank must not wait at exit for connections to ranks that are gone
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C from here on would only print what it interrupts
     # The collections at the end of a process with torch take half a second, and free what ends anyway.
     atexit.register(gc.freeze)
     sys.exit(code)

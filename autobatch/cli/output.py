@@ -103,7 +103,7 @@ def write_json(content: object) -> int:
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGUSR1 outside of training.
+    """SIGTERM, SIGUSR1 or SIGHUP outside of training.
 
     Not a ``KeyboardInterrupt``, after which a search still returns its best size: there is no time for that.
     """
@@ -111,18 +111,16 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def raise_on_termination() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM and SIGUSR1 within the block, so that resources are closed.
+    """Raise `Terminated` on signals that end a process within the block, so that resources are closed.
 
-    Schedulers send SIGUSR1 before the end of a job. Training has its own handlers.
+    Training has its own handlers.
     """
-    import signal
-
-    from autobatch.core.signals import handle_signals
+    from autobatch.core.signals import ENDING, handle_signals
 
     def terminate(*_: object) -> None:
         raise Terminated
 
-    with handle_signals((signal.SIGTERM, signal.SIGUSR1), terminate):
+    with handle_signals(ENDING, terminate):
         yield
 
 

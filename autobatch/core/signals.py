@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the import takes 10 ms
     from multiprocessing.process import BaseProcess
 
-STOPPING: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ENDING: tuple[int, ...] = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals of a scheduler and, unless nohup ignores it, of a terminal that was closed."""
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    ENDING += (signal.SIGHUP,)
+STOPPING = (signal.SIGINT, *ENDING)
 PR_SET_PDEATHSIG = 1
 """prctl(2): set the signal that this process gets when its parent ends."""
 STOPS = "stopping and saving a checkpoint; press Ctrl-C again to end at once"

@@ -69,7 +69,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tune", {"knobs": "precison"}, "knobs: there is no knob 'precison'; there are: micro_batch_shift"),
     ("fit", {"log": "tensorbord"}, "log must be one or more of tensorboard, wandb, mlflow, found"),
     ("fit", {"checkpoint_every": "15min\n"}, r"or a time like 15min or 2h, found '15min\n'"),
-    ("fit", {"out": "a\0b"}, r"out must be text in UTF-8 without NUL, found 'a\x00b'"),
+    ("fit", {"out": "a\0b"}, r"out must be a folder in UTF-8, found 'a\x00b'"),
 ]
 
 

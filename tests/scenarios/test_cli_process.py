@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from autobatch.cli import main as cli
+from autobatch.core.signals import ENDING
 from tests.support.commandline import SMALL, Ran, autobatch, command, environment, run
 
 BUDGET = ("--memory-budget", "64MiB", "--device", "cpu")
@@ -164,7 +165,7 @@ def sleeps():
 def test_a_stopped_probe_leaves_no_process_behind(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + SLEEPY)
     process = started(tmp_path, "probe", "train.py:sleeps", *BUDGET, until=tmp_path / "asleep")
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, ENDING[-1])
     _, err = process.communicate(timeout=60)
     assert one_line(Ran(process.returncode, "", err), 143).startswith("terminated; what was measured")
     while is_alive(process.pid):  # until the system has buried the last of them

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autobatch import Interrupted
+from autobatch.core.signals import ENDING
 from tests.support.kinds import stateful
 from tests.support.runs import HINT, STEPS, open_loop, resume, rows, saved_steps, settings, train
 from tests.support.training import fingerprint, mean_loss
@@ -22,7 +23,7 @@ from tests.support.training import fingerprint, mean_loss
     [
         (signal.SIGINT, 130, 1, 0),
         (signal.SIGTERM, 143, 5, 1),
-        (signal.SIGUSR1, 143, 6, 2),
+        (ENDING[-1], 143, 6, 2),
         (signal.SIGTERM, 143, 3 * STEPS, STEPS),
     ],
 )
