@@ -114,8 +114,8 @@ def _remarks(loop: LibraryLoop, workload: Workload, plan: PlanResult, limit: int
             f" and is still divided by {steps} micro-batches" if loop.divides_by_plan and steps > 1 else ""
         )
         yield (
-            f"the last step of each epoch has {rest} of {plan.target_batch} samples, or fewer if the loader "
-            f"drops some{divided}: autobatch.batches carries them into the next epoch"
+            f"the last step of each epoch is smaller, as {rest} of {plan.target_batch} samples are left for "
+            f"it, or fewer if the loader drops some{divided}: autobatch.batches carries them into the next"
         )
 
 

@@ -223,8 +223,8 @@ def _ask_for_scaling(trainer: Any) -> tuple[bool, list[str]]:
         return is_scaled, []
     does, so = ("divides by", "added up") if is_scaled else ("ignores", "averaged")
     return is_scaled, [
-        f"compute_loss {does} num_items_in_batch, so trainer.loss_is_scaled_for_ga = {is_scaled} was set: "
-        f"the losses of micro-batches are {so}"
+        f"the losses of micro-batches are {so}, because compute_loss {does} num_items_in_batch: "
+        f"trainer.loss_is_scaled_for_ga = {is_scaled} was set"
     ]
 
 

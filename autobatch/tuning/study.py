@@ -118,6 +118,7 @@ def optuna_errors() -> Iterator[None]:
         while cause.__cause__ is not None:  # Optuna's own text is about other causes
             cause = cause.__cause__
         raise AutobatchError(
-            f"the study failed: {type(cause).__name__}: {error_text(cause, first_line=True)}. Repeat the "
-            "command to go on with its trials"
+            "the study of the tuner in the data directory failed: "
+            f"{type(cause).__name__}: {error_text(cause, first_line=True)}. Repeat the command to go on with "
+            "its trials, or add --trials 0"
         ) from error
