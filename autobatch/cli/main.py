@@ -134,9 +134,15 @@ def run_command(name: str, words: list[str]) -> int:
     from autobatch.cli.parser import HelpAsked
     from autobatch.core.options import COMMANDS as OPENING
 
-    is_program = name in SCRIPTED and "--" in words
+    has_mark = "--" in words
+    is_program = name in SCRIPTED and has_mark
     try:
         if name in OPENING and not is_program:
+            if has_mark or any("{}" in word for word in words):
+                raise InputError(
+                    "probe, plan and fit take a program as it is, and need -- before it: autobatch probe -- "
+                    "python train.py --batch_size={}"
+                )
             return run_workload(name, words)
         # Only here: the help of these commands needs neither.
         from autobatch.cli import commands

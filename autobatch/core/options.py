@@ -69,7 +69,6 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 OTHER_NAMES = {
     "batch_size": "target_batch micro_batch",
     "gradient_accumulation_steps": "target_batch",
-    "lr": "tune_lr",
     "amp": "precision",
     "gpus": "profile ranks",
     "nproc_per_node": "ranks",

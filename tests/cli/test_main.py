@@ -49,6 +49,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("probe", "--device", "cpu", *COMMAND), "see autobatch probe --help-all -- COMMAND"),
     (("probe", "--memory-budget=-1GiB"), "'-1GiB'"),
     (("probe", "--"), "the size of a micro-batch"),
+    (("probe", "python", "train.py", "--batch_size={}"), "need -- before it"),
+    (("tune", "--", "python", "train.py", "--batch_size={}"), "probe, plan and fit take a program"),
     (("estimate", "nowhere.py"), "there is no file nowhere.py"),
     (("pla" + ESCAPED,), r"'pla\x1b[31m'"),
     ((*FIT, "a\nb.py:" + ESCAPED), r"there is no file a\nb.py"),
