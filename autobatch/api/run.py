@@ -107,8 +107,8 @@ def agree_on_options(run: Run) -> None:
     options, world = run.options, run.ranks.world
     if options.ranks not in (None, world):
         raise InputError(
-            f"--ranks is {options.ranks}, and {world} take part: start so many with the command, or with "
-            "torchrun and without --ranks"
+            f"ranks is {options.ranks}, and {world} run: only the command autobatch starts ranks. Start "
+            "others with torchrun, and leave ranks out"
         )
     if world == 1 and options.parallel == "shard":
         raise InputError(

@@ -119,9 +119,11 @@ def workload(module: Any, loader: DataLoader[Any]) -> Workload:
     """
     optimizers = _configured(module)
     if not module.automatic_optimization or len(optimizers) > 1:
+        is_manual = not module.automatic_optimization
+        what = "automatic_optimization=False" if is_manual else f"{len(optimizers)} optimizers"
         raise InputError(
-            f"{kind_of(module)} has automatic_optimization=False, or {len(optimizers)} optimizers, so its "
-            "training_step calls backward: use autobatch.batches, one for each optimizer (docs/loops.md)"
+            f"{kind_of(module)} has {what}, so its training_step calls backward: use autobatch.batches, one "
+            "for each optimizer (docs/loops.md)"
         )
     parts = parts_of(loader)
     return Workload(
@@ -143,10 +145,10 @@ def _loss(module: Any, batch: Any) -> Tensor:
         has_own = sum(hook in vars(kind) for kind in type(datamodule).__mro__) > 1
         batch = getattr(datamodule if has_own else module, hook)(batch, 0)
     takes = [batch, 0][: len(inspect.signature(module.training_step).parameters)]
-    loss = module.training_step(*takes)
-    loss = loss.get("loss") if isinstance(loss, dict) else loss
+    found = module.training_step(*takes)
+    loss = found.get("loss") if isinstance(found, dict) else found
     if not isinstance(loss, Tensor):
-        raise InputError(f"training_step must return a loss, or a dict with one, found {kind_of(loss)}")
+        raise InputError(f"training_step must return a loss, or a dict with 'loss', found {kind_of(found)}")
     return loss
 
 

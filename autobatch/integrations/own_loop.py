@@ -55,6 +55,9 @@ class MicroBatch:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"a micro-batch has no {name!r}: its samples are micro.data")
 
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a micro-batch cannot be unpacked: its samples are micro.data")
+
 
 class Batch:
     """The samples of one optimizer step, in micro-batches."""
@@ -69,6 +72,8 @@ class Batch:
         self._sizes = [len(part.ids) for part in run.split.parts(drawn, run.micro_batch)]
         self._open: int | None = None
         """Samples of the micro-batch that waits for `backward`; None if there is none."""
+        self._mark: object = None
+        """Mark of the gradients since the last backward pass."""
         self._is_stepped = False
         counts = self._state.counts
         # No zip, which would hold each micro-batch until the next one is there.
@@ -112,22 +117,32 @@ class Batch:
                 something else; or several terms, as in `Workload`.
 
         Raises:
-            InputError: ``loss`` is not a loss, or has terms whose counts in the whole batch are unknown, or
-                there is no current micro-batch.
+            InputError: ``loss`` is not a loss, or has terms whose counts in the whole batch are unknown;
+                there is no current micro-batch; or something has changed the gradients since the last one.
         """
         if self._open is None:
             raise self._refused(
                 "batch.backward() was called without a micro-batch",
                 "call it once in each round of `for micro in batch:`, with the sum of its losses",
             )
+        self._begin_or_go_on()
         state, totals = self._state, self._totals
-        if not totals.sizes:
-            state.gradients.clear()
         value, weight = weigh_loss(totals, loss, self._open, state.counts)
         with state.gradients.summed_apart():
             differentiate(state.scaler.scale(value), weight)
         add_loss(totals, value, weight)
-        self._open = None
+        self._open, self._mark = None, state.gradients.mark()
+
+    def _begin_or_go_on(self) -> None:
+        """Free the gradients before the first backward pass; check that nothing else has changed them."""
+        gradients = self._state.gradients
+        if not self._totals.sizes:
+            gradients.clear()
+        elif gradients.mark() != self._mark:
+            raise self._refused(
+                "something between its backward passes has changed the gradients or the weights",
+                "leave out optimizer.zero_grad(), optimizer.step() and the clipping, which batch.step() does",
+            )
 
     def step(self, *, max_grad_norm: float | None = None) -> StepResult:
         """Take the optimizer step of the batch, and free its gradients; every rank calls it.
@@ -141,7 +156,8 @@ class Batch:
             that was applied.
 
         Raises:
-            InputError: samples of the batch are left, or the loss does not depend on the trained parameters.
+            InputError: samples of the batch are left, the loss does not depend on the trained parameters, or
+                something has changed the gradients since the last backward pass.
             NonFiniteError: the loss or the gradient is not finite; no step was taken.
         """
         if self._is_stepped:
@@ -152,8 +168,7 @@ class Batch:
                 f"batch.step() was called after {sum(totals.sizes)} of {sum(self._sizes)} samples",
                 "finish `for micro in batch:` first, with batch.backward() for each",
             )
-        if not totals.sizes:
-            state.gradients.clear()
+        self._begin_or_go_on()
         state.max_grad_norm = max_grad_norm
         self._engine.combine(state, totals)
         result = finish(state, totals)

@@ -92,6 +92,18 @@ class Gradients:
         parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
+    def mark(self) -> object:
+        """Return what is another one once anything but a backward pass has written gradients or weights.
+
+        One parameter stands for all. None if none has a gradient.
+        """
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if (gradient := parameter.grad) is not None:
+                        return parameter._version, id(gradient), gradient._version
+        return None
+
     def round_sums(self) -> None:
         """Round each sum once, into the ``grad`` that its optimizer reads, and free the sum."""
         while self._sums:

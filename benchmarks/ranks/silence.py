@@ -1,13 +1,16 @@
 """Ranks that are killed, stopped or hang, at any instant of a training.
 
     python -m benchmarks.ranks.silence [--ranks 3] [--tries 10] [--timeout 5] [--kinds kill stop hang]
+    python -m benchmarks.ranks.silence --hosts 2 [--ranks 2] …
 
-Each try disturbs one run in one way, and the next one resumes it:
+With ``--hosts``, which needs root, each host is a network namespace; all have one disk. A rank that is
+stopped there stays, because its launcher does not learn of it. Each try disturbs one run in one way, and the
+next one resumes it:
 
     kill      SIGKILL to a random rank                  save      a save of rank 0 that takes three timeouts
     stop      SIGSTOP to a random rank                  term      SIGTERM to the launcher
     hang      the main thread of a random rank          launcher  SIGKILL to the launcher
-    freeze    SIGSTOP to rank 0 in such a save
+    freeze    SIGSTOP to rank 0 in such a save          cut       the last host from the others
 
 Printed are, for each try, the seconds until the ranks that nothing disturbed were gone, and until a disturbed
 one was, whether a line named it, and whether a checkpoint was lost; then a table of them by kind. At the end,
@@ -73,22 +76,45 @@ def workload():
 """
 
 
+def ip(*words: object) -> None:
+    """Change the network."""
+    subprocess.run(["ip", *map(str, words)], check=True, capture_output=True)
+
+
+def open_hosts(count: int) -> None:
+    """Make namespaces, host0 and so on, that meet at a bridge of host0, which has the address 10.77.0.1."""
+    for host in range(count):
+        own, peer = f"host{host}", f"to{host}"
+        subprocess.run(["ip", "netns", "del", own], check=False, capture_output=True)
+        ip("netns", "add", own)
+        if host:
+            ip("link", "add", peer, "netns", "host0", "type", "veth", "peer", "net", "netns", own)
+            ip("-n", "host0", "link", "set", peer, "master", "net", "up")
+        else:
+            ip("-n", own, "link", "add", "net", "type", "bridge")
+        ip("-n", own, "address", "add", f"10.77.0.{host + 1}/24", "dev", "net")
+        ip("-n", own, "link", "set", "net", "up")
+        ip("-n", own, "link", "set", "lo", "up")
+
+
 class Run:
     """One training in an empty folder, which is disturbed again and again."""
 
-    def __init__(self, folder: Path, steps: int, ranks: int, timeout_s: float) -> None:
+    def __init__(self, folder: Path, steps: int, ranks: int, timeout_s: float, hosts: int) -> None:
         folder.mkdir()
         (folder / "work.py").write_text(WORKLOAD.replace("TIMEOUT", str(timeout_s)))
-        self.folder, self.ranks, self.timeout_s = folder, ranks, timeout_s
-        self._said = folder / "said"
+        self.folder, self.ranks, self.timeout_s, self.hosts = folder, ranks, timeout_s, hosts
+        self._said = [folder / f"said-{host}" for host in range(hosts)]
         self._command = [
-            *(sys.executable, "-m", "autobatch", "fit", "work.py", "--out", "run", "--target-batch", "14"),
+            *("-m", "autobatch", "fit", "work.py", "--out", "run", "--target-batch", "14"),
             *("--trials", "0", "--memory-budget", "1GiB", "--max-micro-batch", "4", "--validate-every", "50"),
-            *("--checkpoint-every", str(CHECKPOINT_EVERY), "--steps", str(steps), "--ranks", str(ranks)),
-            *("--collective-timeout", f"{timeout_s:g}"),
+            *("--checkpoint-every", str(CHECKPOINT_EVERY), "--steps", str(steps)),
+            *("--collective-timeout", f"{timeout_s:g}", *(["--ranks", str(ranks)] if hosts == 1 else [])),
         ]
         root = str(Path(__file__).parents[2])
         self._environ = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        if hosts > 1:
+            self._environ["GLOO_SOCKET_IFNAME"] = "net"
         self._environ["AUTOBATCH_HOME"] = str(folder / "home")
 
     @property
@@ -97,20 +123,27 @@ class Run:
         found = (self.folder / "run" / "checkpoints").glob("step-" + "[0-9]" * 8)
         return max((int(path.name[5:]) for path in found), default=0)
 
-    def start(self) -> subprocess.Popen[str]:
-        """Start or resume the run, and return its launcher."""
+    def start(self) -> list[subprocess.Popen[str]]:
+        """Start or resume the run, and return the launcher of each host."""
         for pattern in ("pid-*", "hang-*", "saving", "slow-save"):
             for path in self.folder.glob(pattern):
                 path.unlink()
         words = [*self._command, *(["--resume"] if self.newest else [])]
-        with self._said.open("w") as said:
-            where = {"cwd": self.folder, "env": self._environ, "stdout": said, "stderr": said}
-            return subprocess.Popen(words, text=True, **where)
+        launchers = []
+        for host, path in enumerate(self._said):
+            place = ("--nnodes", self.hosts, "--node-rank", host, "--master-addr", "10.77.0.1")
+            launcher = ["-m", "torch.distributed.run", *place, "--nproc-per-node", self.ranks // self.hosts]
+            command = [sys.executable, *(launcher if self.hosts > 1 else []), *words]
+            inside = ["ip", "netns", "exec", f"host{host}"] if self.hosts > 1 else []
+            with path.open("w") as said:
+                where = {"cwd": self.folder, "env": self._environ, "stdout": said, "stderr": said}
+                launchers.append(subprocess.Popen([*inside, *map(str, command)], text=True, **where))
+        return launchers
 
     def disturb(self, kind: str, draw: random.Random) -> dict[str, Any]:
         """Disturb the run once, and return what was seen."""
         (self.folder / "slow").touch()
-        before, launcher = self.newest, self.start()
+        before, (launcher, *others) = self.newest, self.start()
         pids = [self.folder / f"pid-{rank}" for rank in range(self.ranks)]
 
         def trains() -> bool:
@@ -132,23 +165,30 @@ class Run:
             launcher.terminate()
         elif kind in OF_LAUNCHER:
             launcher.send_signal(OF_LAUNCHER[kind])
+        elif kind == "cut":
+            ip("-n", f"host{self.hosts - 1}", "link", "set", "net", "down")
         else:
             os.kill(of_rank[target], OF_RANK[kind])
         gone: dict[int, float] = {}
-        while len(gone) < self.ranks and time.monotonic() - since < self.timeout_s + 4 * STOPPED_S:
+        while len(gone) < self.ranks and time.monotonic() - since < self.timeout_s + 2 * STOPPED_S:
             for rank, pid in enumerate(of_rank):
                 if rank not in gone and not is_alive(pid):
                     gone[rank] = round(time.monotonic() - since, 1)
             time.sleep(0.05)
+        if kind == "cut":
+            ip("-n", f"host{self.hosts - 1}", "link", "set", "net", "up")
         for pid in of_rank:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-        launcher.wait(60)
+        for one in (launcher, *others):
+            one.wait(60)
         disturbed = {target} if kind in ("hang", *OF_RANK) else set[int]()
-        lines = [line for line in self._said.read_text().splitlines() if line.startswith("autobatch: ")]
+        said = "".join(path.read_text() for path in self._said)
+        lines = [line for line in said.splitlines() if line.startswith("autobatch: ")]
         undisturbed_s = max(gone.get(rank, 999.0) for rank in range(self.ranks) if rank not in disturbed)
         disturbed_s = max((gone.get(rank, 999.0) for rank in disturbed), default=0.0)
-        is_late = undisturbed_s > self.timeout_s + UNDISTURBED_S or disturbed_s > self.timeout_s + STOPPED_S
+        stays = self.hosts == 1 and disturbed_s > self.timeout_s + STOPPED_S
+        is_late = undisturbed_s > self.timeout_s + UNDISTURBED_S or stays
         return {
             "kind": kind,
             "ranks": self.ranks,
@@ -164,7 +204,8 @@ class Run:
     def finish(self) -> bytes:
         """Let the run end undisturbed, and return its weights."""
         (self.folder / "slow").unlink(missing_ok=True)
-        assert self.start().wait(900) == 0, self._said.read_text()[-3000:]
+        for launcher, said in zip(self.start(), self._said, strict=True):
+            assert launcher.wait(900) == 0, said.read_text()[-3000:]
         return (self.folder / "run" / "model.safetensors").read_bytes()
 
 
@@ -200,13 +241,17 @@ def table(tries: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Disturb a run as often as asked, and return 1 if something did not hold."""
-    kinds = [*OF_RANK, "hang", "save", *OF_LAUNCHER]
-    given = arguments(__doc__, ranks=2, tries=10, timeout=5.0, kinds=kinds, seed=1)
-    kinds = [kind for kind in given.kinds for _ in range(given.tries)]
+    kinds = [*OF_RANK, "hang", "save", *OF_LAUNCHER, "cut"]
+    given = arguments(__doc__, ranks=2, hosts=1, tries=10, timeout=5.0, kinds=kinds, seed=1)
+    if given.hosts > 1:
+        open_hosts(given.hosts)
+    asked = [kind for kind in given.kinds if kind != "cut" or given.hosts > 1]
+    kinds = [kind for kind in asked for _ in range(given.tries)]
     draw, tries, steps = random.Random(given.seed), [], STEPS_OF_TRY * (len(kinds) + 1)
     with tempfile.TemporaryDirectory() as name:
         run, whole = (
-            Run(Path(name, folder), steps, given.ranks, given.timeout) for folder in ("run", "whole")
+            Run(Path(name, folder), steps, given.ranks, given.timeout, given.hosts)
+            for folder in ("run", "whole")
         )
         for kind in kinds:
             tries.append(run.disturb(kind, draw))

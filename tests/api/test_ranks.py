@@ -48,8 +48,8 @@ def a_run(group: Any = None, command: str = "fit", **options: Any) -> Run:
 @pytest.mark.parametrize(
     ("ranks", "command", "options", "message"),
     [
-        (Ranks(), "fit", {"ranks": 2}, "--ranks is 2, and 1 take part"),
-        (Two(), "fit", {"ranks": 3}, "--ranks is 3, and 2 take part"),
+        (Ranks(), "fit", {"ranks": 2}, "ranks is 2, and 1 run: only the command"),
+        (Two(), "fit", {"ranks": 3}, "ranks is 3, and 2 run"),
         (Two(**{"--seed": 1}), "fit", {}, "--seed: rank 1 has 1, and rank 0 has 0"),
         (Ranks(), "fit", {"parallel": "shard"}, "--parallel shard shares a model among ranks, found one"),
     ],

@@ -164,6 +164,37 @@ def test_a_step_before_the_end_is_refused() -> None:
         next(batches)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model, optimizer: optimizer.step(),
+    ],
+)
+@pytest.mark.parametrize("is_at_end", [True, False])
+def test_what_another_loop_does_between_micro_batches_is_refused(
+    change: Callable[[nn.Module, torch.optim.Optimizer], object], is_at_end: bool
+) -> None:
+    model = network()
+    optimizer = sgd(model)
+    batch = next(iter(autobatch.batches(make_workload(), PLAN, optimizer=optimizer)))
+
+    def train() -> None:
+        for micro in batch:
+            with pytest.raises(TypeError, match=r"micro\.data"):
+                _, _ = micro
+            batch.backward(mean_loss(model, micro.data))
+            if not is_at_end:
+                change(model, optimizer)
+        change(model, optimizer)
+        batch.step()
+
+    with pytest.raises(InputError, match=r"leave out optimizer\.zero_grad"):
+        train()
+
+
 def test_a_disabled_scaler_lets_no_overflow_through() -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     workload = make_workload(loss=lambda model, batch: mean_loss(model, batch) * math.nan)
