@@ -382,6 +382,12 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
     run.result = msgspec.convert(
         checkpoint.facts["records"], Result, dec_hook=lambda kind, value: kind(value)
     )
+    rate = stored.learning_rate / stored.learning_rate_factor
+    if not math.isclose(workload.learning_rate, rate):
+        progress.note(
+            f"the learning rate of the checkpoint counts: of {rate:g}, and not of {workload.learning_rate:g} "
+            "as the workload says now"
+        )
     if run.is_exact:
         progress.note(f"resuming from {checkpoint.path} on the same hardware")
         progress.opened(setup.device.describe())
@@ -400,10 +406,10 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
     with run.trying:
         open_workload(run)
         search(run)
-    rate = {
+    rates = {
         name: getattr(stored, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")
     }
-    run.record(plan=msgspec.structs.replace(run.plan, **rate), tuning=tuning)
+    run.record(plan=msgspec.structs.replace(run.plan, **rates), tuning=tuning)
     return setup, sampler, data
 
 

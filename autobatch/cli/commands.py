@@ -60,17 +60,18 @@ usage: autobatch probe [options] -- COMMAND
        autobatch plan --target-batch N [options] -- COMMAND
        autobatch fit --target-batch N [options] -- COMMAND
 
-Find the largest micro-batch at which a command runs, as it is. It has {} in place of
-the size of a micro-batch, and {steps} of the micro-batches of a rank in an optimizer
-step, or {total_steps} of those of all ranks. plan prints the command, filled in, and
+Find the largest micro-batch at which a program runs, as it is. In COMMAND, {}
+stands for the micro-batch, {steps} for the accumulation steps of a rank, and
+{total_steps} for those of all ranks. plan prints the command, filled in, and
 fit becomes it.
 
 OPTIONS
 -h, --help shows the common options, --help-all all of them.
 
   autobatch probe -- python train.py --batch_size={}
-  autobatch fit --target-batch 480 -- python train.py --batch_size={} --accumulate={steps}"""
-SECONDS = Option("Time for three optimizer steps of a run.", 300, type=Seconds)
+  autobatch fit --target-batch 480 -- \\
+    python train.py --batch_size={} --gradient_accumulation_steps={steps}"""
+SECONDS = Option("Longest time of a run, which takes three steps.", 300, type=Seconds)
 RECORDING = {
     "out": Option(
         "The snapshot; other ranks write beside it. (required)", type=Annotated[str, Meta(title="FILE")]
@@ -79,7 +80,7 @@ RECORDING = {
     "seconds": Option("Write it after this time.", type=Seconds),
 }
 """Options of ``record``."""
-PLACES = {"{}": "the size of a micro-batch, {}", "steps}": "the micro-batches of a step, {steps}"}
+PLACES = {"{}": "the size of a micro-batch, {}", "steps}": "the accumulation steps, {steps}"}
 """What the words of a command have a place for, a probe's only for the first."""
 
 

@@ -176,7 +176,10 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    needed = {name for group in optimizer.param_groups for name in group}
     optimizer.load_state_dict(saved)
+    if missing := needed.difference(*optimizer.param_groups):
+        raise ValueError(f"{type(optimizer).__name__} finds no {', '.join(sorted(missing))}")
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in saved["state"].get(number, {}).items():
             if not isinstance(value, Tensor) or is_sharded(value):
@@ -213,15 +216,24 @@ def check_same_run(resumed: Loaded, setup: Setup, sampler: GlobalBatchSampler) -
     """
     done = resumed.state["counters"]["batches_seen"]
     before, now = dict(resumed.facts["run"]), run_facts(setup, sampler)
-    # The last batch of a run may have been short, and would be full in a longer run. A shorter run has fewer.
-    before[SAMPLES] = min(before[SAMPLES], done * before["--target-batch"])
-    now[SAMPLES] = sampler.seen(min(done, sampler.total))
+    samples = min(before.pop(SAMPLES), done * before["--target-batch"])
+    del now[SAMPLES]
     for name, value in now.items():
         if value != before[name]:
             raise InputError(
                 f"{name} {value} does not match the checkpoint {resumed.path}, which has {before[name]}: "
                 "give the same options, data, sampler and autobatch, or start without --resume"
             )
+    if sampler.total < done:
+        raise InputError(
+            f"the checkpoint {resumed.path} has {done:,} steps behind it, and the run is to have "
+            f"{sampler.total:,}: ask for more --steps or --epochs"
+        )
+    if sampler.seen(done) != samples:
+        raise InputError(
+            f"the run of the checkpoint {resumed.path} ended with a smaller batch, which is a full one in a "
+            f"longer run ({samples:,} samples so far, and {sampler.seen(done):,}): start without --resume"
+        )
 
 
 def changes_since_checkpoint(resumed: Loaded, setup: Setup, ranks: Ranks, options: Options) -> list[str]:

@@ -110,7 +110,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resume(done: Path, folder: Path, **changes: Any) -> list[str]:
     """Resume a copy of a run with other fields of its workload, or other options; return what is said."""
-    known = ("model", "schedule", "train_data", "sampler")
+    known = ("model", "schedule", "train_data", "sampler", "optimizer", "learning_rate")
     fields = {name: changes.pop(name) for name in known if name in changes}
     shutil.copytree(done, folder / "copy")
     return fit(make_workload(**fields), folder / "copy", resume=True, **{**ASKED, **changes})[1]
@@ -133,10 +133,14 @@ def decaying(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         ({"sampler": range(24)}, "order of the sampler .* does not match the checkpoint"),
         (
             {"steps": 1},
-            "number of samples in the steps so far 8 does not match the checkpoint .*, which has 16",
+            "step-00000002 has 2 steps behind it, and the run is to have 1: ask for more --steps",
         ),
         ({"schedule": decaying, "steps": 9}, "number of optimizer steps of the schedule 9 does not match"),
         ({"model": lambda: nn.Linear(5, 3).double()}, "another model, optimizer or schedule"),
+        (
+            {"optimizer": lambda params, rate: torch.optim.Adagrad(params)},
+            r"optimizer .*Adagrad finds no .*eps",
+        ),
     ],
 )
 def test_another_batch_another_order_of_the_data_or_another_model_is_refused(
@@ -151,7 +155,7 @@ def test_a_run_that_ended_in_a_short_batch_is_not_longer(tmp_path: Path) -> None
     """The last batch of one epoch has 8 samples, and would have 16 in two."""
     asked = {**ASKED, "target_batch": 16, "steps": None}
     fit(make_workload(), tmp_path / "run", **asked, epochs=1)
-    with pytest.raises(InputError, match=r"number of samples .* 32 does not match .* 24: give the same"):
+    with pytest.raises(InputError, match=r"ended with a smaller batch.*\(24 samples so far, and 32\)"):
         resume(tmp_path / "run", tmp_path, **asked, epochs=2)
 
 
@@ -159,6 +163,7 @@ def test_a_run_that_ended_in_a_short_batch_is_not_longer(tmp_path: Path) -> None
     ("changes", "expected"),
     [
         ({}, "on the same hardware"),
+        ({"learning_rate": 0.2}, "on the same hardware"),
         ({"max_micro_batch": 3, "memory_budget": "32MiB"}, "another --max-micro-batch and another --mem"),
         ({"precision": "bf16"}, "another --precision: the batch"),
     ],
@@ -169,3 +174,4 @@ def test_what_rules_out_a_bit_exact_resume_is_named(
     notes = resume(done, tmp_path, **changes)
     assert expected in next(note for note in notes if note.startswith("resuming from"))
     assert "nothing is left to train: all 2 steps of the run are done" in notes
+    assert any("of 0.1, and not of 0.2" in note for note in notes) == ("learning_rate" in changes)
