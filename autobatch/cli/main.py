@@ -82,7 +82,9 @@ def main() -> NoReturn:
         # A character that the terminal cannot show must not end a run.
         stream.reconfigure(errors="replace")
         setattr(sys, name, SafeStream(stream))
-    code = run(sys.argv[1:])
+    words = sys.argv[1:]
+    del sys.argv[1:]  # a file with a workload may parse them at its import
+    code = run(words)
     failure = cast("SafeStream", sys.stdout).failure
     if failure is not None:
         print_error(f"standard output: {failure.strerror}")

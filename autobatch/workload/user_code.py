@@ -178,8 +178,8 @@ def _made(make: Any, name: str, seed: int) -> Workload:
         raise InputError(f"{name} is a model: give a function that builds it as Workload(model=…)")
     if not callable(make):
         raise InputError(
-            f"{name} must be an autobatch.Workload, a function that returns one, or a reference, found "
-            f"{kind_of(make)}"
+            f"{name} must be an autobatch.Workload, a function that returns one, or a reference like "
+            f"'train.py:workload', found {kind_of(make)}"
         )
     from autobatch.workload.rng import seeded
 

@@ -20,7 +20,8 @@ from tests.support.commandline import SMALL, Ran, autobatch, command, environmen
 BUDGET = ("--memory-budget", "64MiB", "--device", "cpu")
 FIT = ("fit", "train.py:workload", "--target-batch", 8, "--trials", 0, *BUDGET)
 NOISY = """
-import os, socket
+import argparse, os, socket
+argparse.ArgumentParser().parse_args()
 def refuse(*_, **__):
     raise OSError("a connection was tried")
 socket.socket.connect = socket.getaddrinfo = refuse
