@@ -385,8 +385,8 @@ def resume(run: Run) -> tuple[Setup, GlobalBatchSampler, DataDigest | None]:
     rate = stored.learning_rate / stored.learning_rate_factor
     if not math.isclose(workload.learning_rate, rate):
         progress.note(
-            f"the learning rate of the checkpoint counts: of {rate:g}, and not of {workload.learning_rate:g} "
-            "as the workload says now"
+            f"the learning rate of the checkpoint, {rate:g}, counts, and not the workload's "
+            f"{workload.learning_rate:g}"
         )
     if run.is_exact:
         progress.note(f"resuming from {checkpoint.path} on the same hardware")

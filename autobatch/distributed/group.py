@@ -264,9 +264,7 @@ class LaunchedGroup(Group):
         """See `Group._missing`. The connections are closed first, so that every rank notices at once."""
         self._disconnect()
         missing = self._ask(self._call_roll)
-        if (
-            missing is None
-        ):  # the launcher that started rank 0 keeps the store, and ends with any of its ranks
+        if missing is None:  # the launcher of rank 0 keeps the store, and ends with any of its ranks
             return "rank 0, or another rank of its host,"
         named = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
         return named if missing else super()._missing()

@@ -174,4 +174,4 @@ def test_what_rules_out_a_bit_exact_resume_is_named(
     notes = resume(done, tmp_path, **changes)
     assert expected in next(note for note in notes if note.startswith("resuming from"))
     assert "nothing is left to train: all 2 steps of the run are done" in notes
-    assert any("of 0.1, and not of 0.2" in note for note in notes) == ("learning_rate" in changes)
+    assert any("0.1, counts, and not" in note for note in notes) == ("learning_rate" in changes)
