@@ -69,7 +69,7 @@ def test_a_smaller_size_that_fails_alone_is_not_the_answer(monkeypatch) -> None:
     known = Limit(probe_of(TARGET), planned=TARGET)
     found, heard = planned(simulated_setup(WORKLOAD, "40MiB"), known, TARGET)
     assert (sizes, found.planned, found.probe.oom_count) == ([64, 43, 32], 32, 2)
-    assert "32 survives" in heard.notes[0]
+    assert "takes 32 at most" in heard.notes[0]
 
 
 @pytest.mark.program
