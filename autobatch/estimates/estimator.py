@@ -326,7 +326,7 @@ def helpful(plain: Footprint, changes: Sequence[Change], budget: Budget) -> list
 def in_words(suggestions: Sequence[Remedy] | None) -> str:
     """Write suggestions as the end of a sentence, empty without any."""
     effects = (
-        f"{one.advice} (not enough: a micro-batch of 1 is predicted to take "
+        f"{one.advice} (not enough alone: a micro-batch of 1 is predicted to take "
         f"{format_bytes(one.peak_bytes)} with it)"
         if one.micro_batch == 0
         else f"{one.advice} (a micro-batch of {one.micro_batch:,} is predicted to fit with it)"
