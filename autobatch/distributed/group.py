@@ -87,8 +87,6 @@ class Group(Ranks):
     def __init__(self, messages: ProcessGroup | None, limit: datetime.timedelta) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._messages = messages
-        self._told: list[Any] = []
-        """Messages of rank 0 on their way."""
         self._tensors: ProcessGroup | None = None
         self._limit = limit
 
@@ -138,8 +136,8 @@ class Group(Ranks):
                 while not is_over:
                     dist.recv(is_over, 0, group=self._messages)
             return self.broadcast(lambda: None)  # type: ignore[return-value]
-        ended, self._told = threading.Event(), []
-        living = threading.Thread(target=self._give_signs, args=(ended,), daemon=True)
+        ended, told = threading.Event(), list[dist.Work]()
+        living = threading.Thread(target=self._give_signs, args=(ended, told), daemon=True)
         living.start()
         try:
             answer = act()  # if it raises, the verdict ends the others
@@ -147,21 +145,23 @@ class Group(Ranks):
             ended.set()
             living.join()
         with self.waiting("tell the others that its work is over"):
-            self._tell(1.0)
+            told += self._tell(is_over=True)
+            for message in told:  # one that is forgotten before a late rank asks for it would be lost
+                message.wait()
         return self.broadcast(lambda: answer)
 
-    def _give_signs(self, ended: threading.Event) -> None:
+    def _give_signs(self, ended: threading.Event, told: list[dist.Work]) -> None:
         """Give the others signs of life until the work of rank 0 has ended, or takes too long."""
         pause, until = self._limit.total_seconds() / SIGNS, time.monotonic() + OF_RANK_0_S
-        with suppress(RuntimeError):  # a rank was lost, which the next collective finds
+        with suppress(RuntimeError):  # a rank was lost, which the end of the work finds
             while not ended.wait(pause) and time.monotonic() < until:
-                self._tell(0.0)
+                told += self._tell(is_over=False)
 
-    def _tell(self, is_over: float) -> None:
-        """Tell the others whether the work of rank 0 is over, without a wait: one of them may hang."""
-        sent = torch.full((1,), is_over, device="cpu")
+    def _tell(self, *, is_over: bool) -> list[dist.Work]:
+        """Begin to tell each other rank whether the work of rank 0 is over; one of them may hang."""
+        sent = torch.full((1,), float(is_over), device="cpu")
         others = range(1, self.world)
-        self._told += [dist.isend(sent, rank, group=self._messages) for rank in others]
+        return [dist.isend(sent, rank, group=self._messages) for rank in others]  # type: ignore[misc]
 
     def tensor_group(self, device: torch.device) -> ProcessGroup | None:
         """Return the process group that sums tensors of a device; None for the default, which is gloo's.

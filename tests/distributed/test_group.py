@@ -104,6 +104,20 @@ def test_the_first_failure_counts_and_a_restart_knows_the_folder(server: RankSer
     assert (verdict["rank"], verdict["code"], verdict["line"]) == (1, 77, "memory ran out")
 
 
+def work_in_turn() -> list[int]:
+    """Let rank 0 work several times, while the last rank comes late."""
+    group = open_group()
+    if group.rank == group.world - 1:
+        time.sleep(1)
+    return [group.once(lambda number=number: number) for number in range(4)]  # type: ignore[misc]
+
+
+@pytest.mark.distributed
+def test_a_late_rank_hears_of_all_work_of_rank_0(server: RankServer) -> None:
+    """Of eight ranks, some get the answers of rank 0 from others, while it works on."""
+    assert server.values(work_in_turn, world=8) == [[0, 1, 2, 3]] * 8
+
+
 def killed(group: LaunchedGroup) -> None:
     """Lose a rank in a sum, after work of rank 0 that takes much longer than the limit."""
     group.once(lambda: time.sleep(2.5 * LIMIT_S))
