@@ -106,10 +106,14 @@ class Runner:
             most: dict[str, Any] = by_need[-1] if by_need else {}
             if refused:
                 reason = f"out of memory, after holding {format_bytes(most['peak_reserved_bytes'])}"
-            elif ranks and code == 0 and all(rank["steps"] >= STEPS for rank in ranks):
+            elif code == 0 and most.get("peak_reserved_bytes") and all(r["steps"] >= STEPS for r in ranks):
                 recording = read_recordings(Path(most["snapshot"]))[0]
             else:
-                hint = "" if processes else ", and torch used no GPU in it"
+                # A process that is killed, or ends itself by os._exit, has recorded nothing.
+                is_unused = isinstance(code, int) and not any(
+                    each["peak_reserved_bytes"] for each in processes
+                )
+                hint = ", and torch is not known to have used a GPU" if is_unused else ""
                 error = InputError(
                     f"{shlex.join(words)} took {max([0, *(each['steps'] for each in processes)])} of {STEPS} "
                     f"optimizer steps{hint}, exit code {code}. Its last words, in {self.log}: {last_words}"
@@ -117,11 +121,13 @@ class Runner:
         if error is not None and self.recording is None:
             raise error
         if recording is not None:
-            if any(recording.trace == outcome.trace for outcome in self.outcomes.values()):
-                raise InputError(
-                    "the command allocates the same memory at several sizes, so {} is not the size of its "
-                    f"micro-batch: {shlex.join(self.command)}"
-                )
+            for other, outcome in self.outcomes.items():
+                if recording.trace == outcome.trace:
+                    raise InputError(
+                        f"the command allocates the same memory at the sizes {other:,} and {size:,}: "
+                        f"{shlex.join(self.command)}. Put {{}} where the size of its micro-batch goes. If that "
+                        "has a bound (a cap, few samples), give it as --max-micro-batch"
+                    )
             self.recording, self.world = recording, len(ranks)
         held = most.get("peak_reserved_bytes")
         attempt = Attempt(

@@ -35,7 +35,12 @@ for step in range(100):
     optimizer.step()
     torch.give(activations)
 """
-
+STEPS_ALONE = """
+from torch.optim.optimizer import Optimizer
+optimizer = Optimizer()
+for _ in range(9):
+    optimizer.step()
+"""
 
 Run = Callable[..., Ran]
 
@@ -213,12 +218,13 @@ def test_its_output_is_in_the_log_and_with_verbose_on_the_screen(run, own_home):
     [
         ("raise ValueError('bad data')", ["ValueError: bad data"]),
         ("import sys; print('usage: train'); sys.exit(4)", ["exit code 4", "usage: train"]),
-        ("print('nothing to do')", ["exit code 0", "no GPU", "nothing to do"]),
+        ("print('nothing to do')", ["exit code 0", "not known to have used a GPU", "nothing to do"]),
+        (STEPS_ALONE, ["3 of 3", "not known to have used a GPU"]),
         (PROGRAM.replace("range(100)", "range(2)"), ["2 of 3 optimizer steps"]),
         (PROGRAM.replace("    optimizer.step()", "    step"), ["0 of 3 optimizer steps"]),
-        (PROGRAM.replace("* size", "* 2"), ["same memory", "{}"]),
+        (PROGRAM.replace("* size", "* 2"), ["same memory at the sizes 4 and 5", "{}"]),
         ("import os; os.kill(os.getpid(), 9)", ["exit code -9"]),
-        ("import time\nprint('loading')\ntime.sleep(60)", ["1 s (--seconds)", "loading"]),
+        ("import time\nprint('loading')\ntime.sleep(60)", ["steps, exit code none within 1 s", "loading"]),
     ],
 )
 def test_a_program_that_takes_no_step_is_one_line_with_its_last_words(run, program, words):
