@@ -125,8 +125,8 @@ class Runner:
                 if recording.trace == outcome.trace:
                     raise InputError(
                         f"the command allocates the same memory at the sizes {other:,} and {size:,}: "
-                        f"{shlex.join(self.command)}. Put {{}} where the size of its micro-batch goes. If that "
-                        "has a bound (a cap, few samples), give it as --max-micro-batch"
+                        f"{shlex.join(self.command)}. Put {{}} where the size of its micro-batch goes. If "
+                        "that has a bound (a cap, few samples), give it as --max-micro-batch"
                     )
             self.recording, self.world = recording, len(ranks)
         held = most.get("peak_reserved_bytes")
