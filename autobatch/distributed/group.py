@@ -146,8 +146,11 @@ class Group(Ranks):
             living.join()
         with self.waiting("tell the others that its work is over"):
             told += self._tell(is_over=True)
-            for message in told:  # one that is forgotten before a late rank asks for it would be lost
-                message.wait()
+            try:
+                while told:  # one that is forgotten before a late rank asks for it would be lost
+                    told.pop().wait()
+            finally:
+                told.clear()  # they would keep failed connections open
         return self.broadcast(lambda: answer)
 
     def _give_signs(self, ended: threading.Event, told: list[dist.Work]) -> None:
