@@ -203,10 +203,12 @@ def equal_parts_note(plan: Plan, limit: int) -> str | None:
     if 2 * plan.micro_batch > min(limit, share):
         return None
     parts = math.ceil(share / limit) * plan.world_size * plan.multiple  # the fewest that a batch may have
+    less = plan.target_batch // parts * parts
+    near = f"{less:,} or {less + parts:,}" if less else f"{parts:,}"
     return (
-        f"a target batch of {plan.target_batch} splits into equal micro-batches of {plan.micro_batch} in "
-        f"{plan.accumulation_steps} accumulation steps at most, although {limit} samples fit: a multiple of "
-        f"{parts} needs fewer steps, and autobatch.batches splits any batch"
+        f"{limit:,} samples fit, but {plan.target_batch:,} split into equal micro-batches of at most "
+        f"{plan.micro_batch:,}, in {plan.accumulation_steps:,} accumulation steps. Target batches of {near} "
+        "take fewer, and autobatch.batches splits any"
     )
 
 

@@ -70,11 +70,11 @@ def test_equal_micro_batches_are_the_largest_that_fit_and_a_better_multiple_is_n
             assert (note is None) == (2 * size > min(limit, share))
             if note is not None:
                 advised += 1
-                multiple = int(re.search(r"a multiple of (\d+)", note)[1])  # type: ignore[index]
-                target = share * ranks - share * ranks % multiple or multiple
-                assert with_equal_parts(plan(target, limit, ranks)).accumulation_steps <= math.ceil(
-                    share / limit
-                )
+                targets = [int(number) for number in re.findall(r"\d+", note.partition("Target batches")[2])]
+                assert targets[-1] > share * ranks > max([0, *targets[:-1]])
+                for target in targets:
+                    steps = with_equal_parts(plan(target, limit, ranks)).accumulation_steps
+                    assert steps <= math.ceil(share / limit)
     assert advised > 5
 
 

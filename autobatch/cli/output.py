@@ -135,7 +135,7 @@ def describe_failure(error: BaseException) -> tuple[str, int, bool]:
     code, is_logged, remarks = 1, True, remarks_on(error)
     if isinstance(error, KeyboardInterrupt | Terminated):
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
-        line = f"{how}; what was measured stays for the next run, and --resume goes on from a checkpoint"
+        line = f"{how}; what was saved so far stays for the next run"
         is_logged = False
     elif isinstance(error, AutobatchError):
         line, code = "; ".join([str(error), *remarks]), error.exit_code

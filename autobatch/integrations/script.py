@@ -80,6 +80,8 @@ class Runner:
     """Ranks of the program; until one has run, the number for which all have micro-batches."""
     recording: Recording | None = None
     """That of the latest run that fits."""
+    is_repeatable: bool = False
+    """True once a size that had fitted has run again, after a larger one had failed."""
 
     def run(self, size: int) -> Outcome:
         """Run the command at a size, again if something else than the budget refused memory.
@@ -88,7 +90,17 @@ class Runner:
             InputError: it cannot be started. Or no size has fitted, and it takes no such step for another
                 reason than memory. Or the size changes nothing.
         """
-        return self.outcomes.setdefault(size, reported(partial(self._attempt, size), self.progress))
+        outcome = self.outcomes.setdefault(size, reported(partial(self._attempt, size), self.progress))
+        if outcome.attempt.is_error and not self.is_repeatable:
+            fitted = max(size for size, known in self.outcomes.items() if known.attempt.fits)
+            again = self._attempt(fitted).attempt
+            if again.is_error:
+                raise InputError(
+                    f"the command ran at the size {fitted:,}, and no longer does, so it keeps something from "
+                    f"run to run, such as a folder or a checkpoint: {again.reason}"
+                )
+            self.is_repeatable = True
+        return outcome
 
     def _attempt(self, size: int) -> Outcome:
         """Run the command once, until its optimizer has taken `STEPS` steps."""
@@ -122,7 +134,7 @@ class Runner:
             raise error
         if recording is not None:
             for other, outcome in self.outcomes.items():
-                if recording.trace == outcome.trace:
+                if other != size and recording.trace == outcome.trace:
                     raise InputError(
                         f"the command allocates the same memory at the sizes {other:,} and {size:,}: "
                         f"{shlex.join(self.command)}. Put {{}} where the size of its micro-batch goes. If "
@@ -210,6 +222,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
     key: dict[str, KeyValue] = {
         "workload": f"-- {shlex.join(runner.command)}",
         "files": files.hexdigest()[:16],
+        "folder": os.getcwd(),
         "device": device.name,
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,

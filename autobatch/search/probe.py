@@ -115,7 +115,7 @@ def find_largest(
     is_confirmed = known is not None and [attempt.micro_batch for attempt in attempts] == [answer]
     probe = Probe(
         micro_batch=answer,
-        limited_by=next((name for name, cap in caps.items() if cap == answer), "memory"),
+        limited_by=next((name for name, cap in caps.items() if cap and answer + multiple > cap), "memory"),
         upper_bound_by=search.proof() if answer else None,
         predicted_micro_batch=search.predicted,
         oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in attempts),

@@ -81,8 +81,8 @@ class Silent(Exception):
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (KeyboardInterrupt(), 130, "interrupted; what was measured"),
-        (Terminated(), 143, "terminated; what was measured"),
+        (KeyboardInterrupt(), 130, "interrupted; what was saved"),
+        (Terminated(), 143, "terminated; what was saved"),
         (SystemExit("\x1b" + "x" * 100_000), 2, "the workload called sys.exit('"),
         (OSError(28, "No space left on device"), 1, "operating system error: No space left on device"),
         (OSError(28, "No space left\x1b[31m", "a\nb\x1b"), 1, r"a b\x1b: No space left\x1b[31m"),

@@ -53,7 +53,7 @@ def test_the_plan_is_what_the_library_runs() -> None:
     assert (found.micro_batch, found.accumulation_steps, found.micro_batches) == (5, 4, [5] * 4)
     assert (found.target_batch, found.probe.micro_batch) == (20, 7)
     assert "note: accelerate: the last step of each epoch is smaller, as 4 of 20 samples" in str(found)
-    assert "equal micro-batches of 1 in 23 accumulation steps" in plan(None, 23).notes[0]
+    assert "equal micro-batches of at most 1, in 23 accumulation steps" in plan(None, 23).notes[0]
     over_two = plan(None, 20, world=2, max_micro_batch=7)
     assert (over_two.world_size, over_two.micro_batch, over_two.accumulation_steps) == (2, 5, 2)
 

@@ -180,6 +180,15 @@ def test_an_error_at_larger_sizes_bounds_the_answer_and_is_told(run):
     assert "KeyError: 'no such size'" in ran.err
 
 
+def test_a_program_that_keeps_something_from_run_to_run_is_named(run):
+    """Its sizes past the first would seem too large."""
+    once = PROGRAM.replace("for step", "os.mkdir('run')\nfor step")
+    ran = run("probe", program=once)
+    assert ran.code == 2
+    assert "ran at the size 4, and no longer does" in ran.err
+    assert "FileExistsError" in ran.err
+
+
 HELD = PROGRAM.replace("for step", "if {}: os.environ['OTHERS_HOLD'] = '7800'\nfor step")
 """Others hold all but 392 MiB, which are the weights and 14 samples."""
 

@@ -168,7 +168,7 @@ def test_a_stopped_probe_leaves_no_process_behind(tmp_path: Path, train: Path) -
     process = started(tmp_path, "probe", "train.py:sleeps", *BUDGET, until=tmp_path / "asleep")
     os.killpg(process.pid, ENDING[-1])
     _, err = process.communicate(timeout=60)
-    assert one_line(Ran(process.returncode, "", err), 143).startswith("terminated; what was measured")
+    assert one_line(Ran(process.returncode, "", err), 143).startswith("terminated; what was saved")
     while is_alive(process.pid):  # until the system has buried the last of them
         time.sleep(0.02)
 

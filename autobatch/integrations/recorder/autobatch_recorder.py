@@ -69,7 +69,11 @@ def begin() -> None:
 
     context = None if "folder" in wanted else "alloc"
     # The latest events; with stacks they take about a gigabyte.
-    torch.cuda.memory._record_memory_history(context=context, stacks="python", max_entries=4_000_000)
+    try:
+        torch.cuda.memory._record_memory_history(context=context, stacks="python", max_entries=4_000_000)
+    except RuntimeError as error:  # of an allocator without a history, such as cudaMallocAsync
+        sys.stderr.write(f"autobatch: the memory of this program cannot be recorded: {error}\n")
+        return
     handle = register_optimizer_step_post_hook(count)
     atexit.register(write)
     torch._C._cuda_attach_out_of_memory_observer(  # type: ignore[attr-defined]
