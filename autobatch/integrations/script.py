@@ -236,6 +236,8 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
             f"{format_bytes(device.budget_bytes)}: {smallest.reason}. What helps: a larger --memory-budget, "
             "or flags with which it takes less. autobatch record and estimate --snapshot show what takes it"
         )
+    if found.probe.source == "search" and len(outcomes) == 1:
+        runner.progress.note("a single size ran, so it is not known whether {} is the size of its micro-batch")
     plan = None
     if target is not None:
         plan = program_plan(target, limit, world_size=runner.world, multiple=multiple)
