@@ -237,7 +237,7 @@ def find_limit(runner: Runner, options: Options, *, home: Path) -> Result:
             "or flags with which it takes less. autobatch record and estimate --snapshot show what takes it"
         )
     if found.probe.source == "search" and len(outcomes) == 1:
-        runner.progress.note("a single size ran, so it is not known whether {} is the size of its micro-batch")
+        runner.progress.note("one size alone ran, so whether {} is that of its micro-batch is not known")
     plan = None
     if target is not None:
         plan = program_plan(target, limit, world_size=runner.world, multiple=multiple)
