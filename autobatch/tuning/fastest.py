@@ -126,14 +126,14 @@ class Search:
             deadline=deadline,
         )
         history, best = tried(self.study, Trial), self._best().parameters
-        is_over = time.monotonic() >= deadline and len(history) < self.budget
-        limit = "--timeout" if self.worth_samples == math.inf else "a quarter of the training"
-        note = f"the time for tuning ({limit}) was over after {len(history)} of {self.budget} trials"
+        if len(history) < self.budget:  # a search ends before only by its deadline
+            limit = "--timeout" if self.worth_samples == math.inf else "a quarter of the training"
+            note = f"the time for tuning ({limit}) was over after {len(history)} of {self.budget} trials"
+            tuning = replace(tuning, notes=[note])
         tuning = replace(
             tuning,
             trials=len(history),
             history=history,
-            notes=[note] if is_over else [],
             baseline_samples_per_s=speed,
             best_samples_per_s=speed,
         )
