@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
-import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -157,7 +157,7 @@ def claim(run: Run, name: str) -> Path:
         clean_unfinished(out)
         # An earlier start left it: no rank of this one knows the folder yet.
         (out / VERDICT).unlink(missing_ok=True)
-        mark = out / f".{uuid.uuid4().hex}.tmp"  # which the next start cleans
+        mark = out / f".{secrets.token_hex(8)}.tmp"  # which the next start cleans
         mark.touch()
         run.held.callback(mark.unlink, missing_ok=True)
         return str(out), str(mark)

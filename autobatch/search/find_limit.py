@@ -292,10 +292,11 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, seed: int, 
         if (reason := why_not(size)) is None:
             break
     if size < largest or reason is not None:
-        so = f"{size:,} do not fit either, so steps may run again: {reason}"
+        so = f"The plan takes {size:,} at most, which fit"
+        if reason is not None:
+            so = f"{size:,} do not fit either, so steps may run again: {reason}"
         progress.note(
-            f"a micro-batch of {largest:,} fits alone, but sizes that alternate fragment the memory. "
-            + (so if reason else f"The plan takes {size:,} at most, which fit")
+            f"a micro-batch of {largest:,} fits alone, but sizes that alternate fragment the memory. {so}"
         )
     errors = sum(not (run.fits or run.is_error) for run in attempts)
     probe = replace(probe, attempts=[*probe.attempts, *attempts], oom_count=probe.oom_count + errors)
