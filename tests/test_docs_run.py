@@ -64,19 +64,19 @@ def reader() -> dict[str, Any]:
     return names
 
 
-def run_page(page: Path, names: dict[str, Any]) -> None:
-    """Run the blocks of a page in order."""
+def run_page(page: Path, names: dict[str, Any]) -> int:
+    """Run the blocks of a page in order, and return their number."""
     codes = blocks(page, "python")
-    assert codes
     for number, code in enumerate(codes, 1):
         exec(compile(code, f"{page.name}, block {number}", "exec"), names)
+    return len(codes)
 
 
 @pytest.mark.program
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", COMPLETE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_as_it_stands(page: Path) -> None:
-    run_page(page, {"__name__": f"docs_{page.stem.replace('-', '_')}"})
+    assert run_page(page, {"__name__": f"docs_{page.stem.replace('-', '_')}"}) > 0
 
 
 @pytest.mark.program
@@ -108,7 +108,7 @@ def test_the_code_on_data_runs_and_the_text_of_nanogpt_trains(tmp_path: Path) ->
     names["prefetcher"] = SimpleNamespace(
         loader=names["loader"], mean=torch.zeros(1, 8), std=torch.ones(1, 8)
     )
-    run_page(DATA, names)
+    assert run_page(DATA, names) > 0
     options = {"target_batch": 12, "max_micro_batch": 5, "steps": 3, "trials": 0, "device": "cpu"}
     found = autobatch.fit(names["workload"], **options, out=tmp_path / "run")
     assert found.training.samples == 36
