@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
-import secrets
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -47,7 +45,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
     `OSError` is raised, the old file is untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode & 0o777
@@ -74,6 +72,9 @@ def write_atomic(path: Path, content: bytes) -> Path:
 
 def file_entry(path: Path) -> dict[str, Any]:
     """Return the size in bytes and the SHA-256 of a file, as the manifest of a checkpoint lists it."""
+    # Only here: the import takes 10 ms, and the help does not need it.
+    import hashlib
+
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": sha256}
