@@ -69,7 +69,8 @@ class Batch:
         """The plan's target batch, or fewer if the data ends within this batch; those of all ranks."""
         self._state, self._engine = run.train_state, run.engine
         self._totals = StepTotals(samples=self.samples)
-        self._sizes = [len(part.ids) for part in run.split.parts(drawn, run.micro_batch)]
+        parts = run.split.parts(drawn, run.micro_batch)
+        self._sizes = [len(part.ids) for part in parts]
         self._open: int | None = None
         """Samples of the micro-batch that waits for `backward`; None if there is none."""
         self._mark: object = None
@@ -77,7 +78,7 @@ class Batch:
         self._is_stepped = False
         counts = self._state.counts
         # No zip, which would hold each micro-batch until the next one is there.
-        made = map(lambda *pair: pair, run.feed.collated(drawn, run.micro_batch), self._sizes)
+        made = map(lambda *pair: pair, run.feed.collated(parts, run.micro_batch), self._sizes)
         self._micro_batches: Iterator[tuple[Any, int]] = made if counts is None else counts.ahead(made)
 
     def __getattr__(self, name: str) -> NoReturn:

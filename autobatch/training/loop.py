@@ -184,7 +184,7 @@ class Loop:
             return accumulate(
                 self.train_state,
                 self.engine.padded(
-                    self.train_state.feed(self._fetch(batch, parts)),
+                    self.train_state.feed(self._fetch(parts)),
                     lambda: self.split.rounds(batch, self.micro_batch) - len(parts),
                 ),
                 len(batch.ids),
@@ -199,9 +199,9 @@ class Loop:
         self.train_state.gradients.clear()
         return failure
 
-    def _fetch(self, batch: GlobalBatch, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
+    def _fetch(self, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a batch on the host, each with its number of samples, and hold none."""
-        fed = self.feed.collated(batch, self.micro_batch)
+        fed = self.feed.collated(parts, self.micro_batch)
         may_stop = self.engine.is_alone and not isinstance(self.sampler, StreamSampler)
         for part in parts:
             if may_stop and self.engine.request.is_asked:

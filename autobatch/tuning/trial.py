@@ -171,7 +171,8 @@ def time_steps(setup: Setup, sizes: list[int], workers: int) -> float:
             for batch in sampler_of(setup.workload, each, steps=1).batches():
                 yield batch_of(setup.workload, Split().parts(batch, each))
         drawn = sampler_of(setup.workload, size * in_a_step, steps=ENDLESS)
-        feed = Feed(setup.workload, drawn, Split(), workers=workers, device=setup.device.torch_device)
+        split = Split()
+        feed = Feed(setup.workload, drawn, split, workers=workers, device=setup.device.torch_device)
         with closing(feed):
             start = setup.clock()
             for batch in drawn.batches():
@@ -179,7 +180,7 @@ def time_steps(setup: Setup, sizes: list[int], workers: int) -> float:
                     start = setup.clock()
                 if batch.index >= first + least and setup.clock() - start >= ROUND_SECONDS:
                     return
-                collated = ((micro, size) for micro in feed.collated(batch, size))
+                collated = ((micro, size) for micro in feed.collated(split.parts(batch, size), size))
                 yield Batch(collated, in_a_step, batch_samples(setup.whole_batch, size, in_a_step))
 
     with closing(batches()) as timed:

@@ -37,7 +37,7 @@ from autobatch.core.signals import STOPPING, end_with_parent, hold_back_signals
 from autobatch.device.oom import Verdict, classify
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import collate_samples, fetch
-from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, MicroBatchIds, SizeSplit, Split
+from autobatch.workload.order import GlobalBatchSampler, MicroBatchIds, SizeSplit, Split
 from autobatch.workload.rng import preserved_random_state, seed_cpu
 from autobatch.workload.streams import StreamSampler, unchanged
 from autobatch.workload.user_code import to_picklable, user_code
@@ -144,21 +144,20 @@ class Feed:
         self._next: tuple[int, int] | None = None
         """Batch and size limit of the micro-batches that the workers send next; None within a batch."""
 
-    def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
+    def collated(self, parts: list[MicroBatchIds], micro_batch: int) -> Iterator[Collated]:
         """Yield the collated micro-batches of a batch, on the host.
 
         The loop may ask for the same batch again, in smaller micro-batches.
 
         Args:
-            batch: its sample ids.
+            parts: all micro-batches of the batch on this rank, as the split forms them.
             micro_batch: the largest number of samples in a micro-batch.
 
         Raises:
             InputError: the workload's data or collate function raised.
         """
-        parts = self._split.parts(batch, micro_batch)
-        if self._options:
-            return self._received(batch.index, micro_batch, len(parts))
+        if self._options and parts:
+            return self._received(parts[0].batch_index, micro_batch, len(parts))
         # Not kept in a variable, so that the loop alone holds a micro-batch while it trains on it.
         return map(self._micro_batches.load, parts)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -240,8 +240,6 @@ class SizeSplit(Split):
     """Size of each sample of the data, by its index."""
     cut: SizeCut
     """The limit of the longest samples, whose padded size bounds that of every micro-batch."""
-    _last: tuple[object, list[list[MicroBatchIds]]] = field(default=(None, []), init=False, repr=False)
-    """The latest answer, and the question: a loop, its feed and its engine ask one after the other."""
 
     @property
     def largest(self) -> int:
@@ -250,17 +248,10 @@ class SizeSplit(Split):
 
     def of_ranks(self, batch: GlobalBatch, micro_batch: int) -> list[list[MicroBatchIds]]:
         """See `Split.of_ranks`."""
-        question = (batch.index, len(batch.ids), micro_batch)
-        if question != self._last[0]:
-            of_ranks = self._places(self.sizes[batch.ids], micro_batch)
-            self._last = (
-                question,
-                [
-                    [MicroBatchIds(batch.index, part, [batch.ids[place] for place in part]) for part in own]
-                    for own in of_ranks
-                ],
-            )
-        return self._last[1]
+        return [
+            [MicroBatchIds(batch.index, part, [batch.ids[place] for place in part]) for part in own]
+            for own in self._places(self.sizes[batch.ids], micro_batch)
+        ]
 
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:
         """See `Split.halved`."""

@@ -51,7 +51,7 @@ def fed_samples(
     found = []
     with closing(Feed(workload, sampler, Split(), workers=workers, seeds_samples=True)) as feed:
         for batch in sampler.batches(start):
-            for ids, inputs, _ in feed.collated(batch, micro_batch):
+            for ids, inputs, _ in feed.collated(Split().parts(batch, micro_batch), micro_batch):
                 found += list(zip(ids.tolist(), inputs.tolist(), strict=True))
     return found
 
@@ -81,7 +81,7 @@ def test_samples_arrive_as_they_were_collated_and_are_read_one_at_a_time(workers
     before = repr(capture_random_state())
     with closing(Feed(workload, SAMPLER, Split(), workers=workers, seeds_samples=True)) as feed:
         for batch in SAMPLER.batches():
-            for data in feed.collated(batch, 5):
+            for data in feed.collated(Split().parts(batch, 5), 5):
                 assert isinstance(data["rows"], np.ndarray)
                 assert (data["rows"].shape, data["names"], data["n"]) == ((5, 5), ["a"], None)
                 assert repr(capture_random_state()) == before
@@ -171,7 +171,9 @@ def test_micro_batches_for_a_gpu_are_in_pinned_memory() -> None:
     for workers in (0, 2):
         feed = Feed(stateful(), SAMPLER, Split(), workers=workers, seeds_samples=True, device=gpu)
         with closing(feed):
-            found.append([data for batch in SAMPLER.batches() for data in feed.collated(batch, 4)])
+            found.append(
+                [data for batch in SAMPLER.batches() for data in feed.collated(Split().parts(batch, 4), 4)]
+            )
     assert all(tensor.is_pinned() for data in found[1] for tensor in data)
     assert all(
         torch.equal(*pair)
