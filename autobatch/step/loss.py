@@ -125,7 +125,7 @@ def terms_of(loss: object) -> dict[str, Tensor | Loss]:
         InputError: it returned no loss, or terms without a name, or with that of their sum.
     """
     terms: dict[Any, Any] = {ONE: loss}
-    if isinstance(loss, Mapping):
+    if not isinstance(loss, Tensor) and isinstance(loss, Mapping):  # an abstract class takes its time
         terms = dict(loss)
         if not terms or "loss" in terms or not all(isinstance(name, str) and name for name in terms):
             raise InputError(
