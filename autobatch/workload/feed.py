@@ -22,11 +22,14 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing.process import BaseProcess
+from threading import Condition
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,6 +54,10 @@ PATIENCE = 1800
 START_METHOD = "fork" if sys.platform == "linux" else None
 """Start method of workers; None for Python's default. Fork is safe on Linux: the workload need not be
 importable, and its data is not copied."""
+TAKES_LOCK = (Condition.__enter__.__code__, Condition.__exit__.__code__)
+"""Functions that hold a lock for which nobody answers yet, or any more."""
+RETRY_S = 0.01
+"""Time until the handler of a signal that came while a lock was being taken is called again."""
 COLLATING = -1
 """Takes the place of a sample's index in the seed of a collate function."""
 
@@ -123,6 +130,7 @@ class Feed:
         """The workers, as arguments of a ``DataLoader``; empty to collate in this process."""
         if workers:
             open_socket_folder()
+            report_ended_workers()
             self._options = {
                 "num_workers": workers,
                 "timeout": PATIENCE,
@@ -174,12 +182,14 @@ class Feed:
     def close(self) -> None:
         """End the workers, even in the middle of their work."""
         stream, self._stream, self._next = self._stream, None, None
-        # A traceback may hold the stream, which then cannot end its workers by its own deletion.
-        getattr(stream, "_shutdown_workers", lambda: None)()
-        for process in self.workers:
-            process.kill()
-            process.join()
-        self.workers = []
+        try:
+            # A traceback may hold the stream, which then cannot end its workers by its own deletion.
+            getattr(stream, "_shutdown_workers", lambda: None)()
+        finally:
+            for process in self.workers:
+                process.kill()
+                process.join()
+            self.workers = []
 
     def _start(self, index: int, micro_batch: int) -> None:
         """Start new workers, at a batch and with a size limit."""
@@ -205,8 +215,11 @@ class Feed:
                 generator=torch.Generator(),
                 **self._options,
             )
-            self._stream = iter(loader)
-        self.workers = [process for process in multiprocessing.active_children() if process not in others]
+            try:
+                self._stream = iter(loader)
+            finally:  # one of them may have ended already, which is an error
+                children = multiprocessing.active_children()
+                self.workers = [process for process in children if process not in others]
 
 
 def raised_here(made: Collated | AutobatchError) -> Collated:
@@ -230,6 +243,33 @@ def open_socket_folder() -> None:
         multiprocessing.util.get_temp_dir()
     finally:
         tempfile.tempdir = usual
+
+
+def report_ended_workers() -> None:
+    """Let torch's handler of SIGCHLD, which raises if a worker has failed, leave no lock taken.
+
+    Python runs a handler between any two instructions of the main thread. If it raises where the lock of the
+    queue to a worker was just taken, nobody returns that lock, and all who write to the queue wait for ever
+    (``torch/utils/data/_utils/signal_handling.py``, ``multiprocessing/queues.py``).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python allows no handlers
+    # There is no public way to have torch's handler before the first loader writes to its queues.
+    handling = getattr(torch.utils.data._utils, "signal_handling", None)
+    getattr(handling, "_set_SIGCHLD_handler", lambda: None)()
+    handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    if callable(handler) and getattr(handler, "func", None) is not outside_locks:
+        signal.signal(signal.SIGCHLD, partial(outside_locks, handler))
+
+
+def outside_locks(
+    handler: Callable[[int, FrameType | None], Any], number: int, frame: FrameType | None
+) -> None:
+    """Call a handler that may raise: now, or a little later if a lock is being taken."""
+    if frame is not None and frame.f_code in TAKES_LOCK:
+        threading.Timer(RETRY_S, os.kill, (os.getpid(), number)).start()
+    else:
+        handler(number, frame)
 
 
 def start_worker(init: Callable[[int], object] | None, number: int) -> None:

@@ -8,15 +8,18 @@ import random
 import signal
 import sys
 import threading
+import time
 from contextlib import closing
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from autobatch import InputError
-from autobatch.workload.feed import Feed
+from autobatch.workload.feed import Feed, outside_locks
 from autobatch.workload.order import GlobalBatchSampler, Split
 from autobatch.workload.rng import capture_random_state
 from tests.support.feeds import fed_loop, loader_workers
@@ -160,6 +163,28 @@ def test_a_worker_that_ended_is_reported_and_the_others_end(number: int) -> None
     ):
         list(loop.run())
     assert not loader_workers()
+
+
+def test_the_end_of_a_worker_leaves_no_lock_taken() -> None:
+    """A signal arrives just after the lock of a queue was taken, before the block that gives it back."""
+
+    def report(number: int, frame: Any) -> None:
+        raise RuntimeError("a worker has failed")
+
+    given_back = []
+    lock = SimpleNamespace(
+        __enter__=partial(signal.raise_signal, signal.SIGCHLD),
+        __exit__=lambda *_: given_back.append(True),
+        acquire=None,
+        release=None,
+    )
+    before = signal.signal(signal.SIGCHLD, partial(outside_locks, report))
+    try:
+        with pytest.raises(RuntimeError, match="has failed"), threading.Condition(cast("Any", lock)):
+            time.sleep(60)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert given_back
 
 
 @pytest.mark.gpu
