@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -51,6 +52,8 @@ LONGEST_SOCKET = 107 if sys.platform == "linux" else 103
 """Bytes in the path of a socket (``sun_path`` in unix(7), without its final zero)."""
 PATIENCE = 1800
 """Seconds after which a loop no longer waits for its workers, for example if a batch cannot be pickled."""
+CHECK_S = 5
+"""Seconds between two looks whether a worker has ended, as in torch's loader. Its signal may be early."""
 START_METHOD = "fork" if sys.platform == "linux" else None
 """Start method of workers; None for Python's default. Fork is safe on Linux: the workload need not be
 importable, and its data is not copied."""
@@ -133,7 +136,7 @@ class Feed:
             report_ended_workers()
             self._options = {
                 "num_workers": workers,
-                "timeout": PATIENCE,
+                "timeout": min(CHECK_S, PATIENCE),
                 "prefetch_factor": AHEAD,
                 "worker_init_fn": partial(start_worker, workload.init_worker),
                 "multiprocessing_context": START_METHOD,
@@ -142,7 +145,8 @@ class Feed:
         """True if samples are seeded one by one."""
         data = workload.train_data
         if isinstance(sampler, StreamSampler):
-            data, sampler.workers = sampler.held, self._options
+            data = sampler.held
+            sampler.workers = {**self._options, "timeout": PATIENCE} if workers else {}
             self.seeds_samples, self._options = False, {}
         seed = sampler.seed if self.seeds_samples else None
         self._micro_batches = MicroBatches(data, workload.collate, seed)
@@ -177,7 +181,19 @@ class Feed:
         for left in reversed(range(count)):
             if not left:
                 self._next = index + 1, micro_batch
-            yield raised_here(next(self._stream))
+            yield raised_here(self._sent())
+
+    def _sent(self) -> Collated | AutobatchError:
+        """Wait for the next micro-batch of the workers. Torch looks at them each time its wait is over."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return next(self._stream)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+                if time.monotonic() >= end:
+                    raise RuntimeError(f"DataLoader timed out after {PATIENCE} seconds") from error
 
     def close(self) -> None:
         """End the workers, even in the middle of their work."""

@@ -137,6 +137,15 @@ def test_a_micro_batch_that_cannot_be_sent_ends_the_wait(monkeypatch: pytest.Mon
         list(loop.run())
 
 
+def test_a_slow_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autobatch.workload.feed.CHECK_S", 0.1)
+    workload = make_workload(
+        collate=lambda samples: time.sleep(0.3) or torch.utils.data.default_collate(samples)
+    )
+    with fed_loop(workload, workers=1, steps=2) as loop:
+        assert len(list(loop.run())) == 2
+
+
 # Ends of workers.
 
 
